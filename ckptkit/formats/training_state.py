@@ -325,10 +325,13 @@ def loadable(value: Any, name: str, check: Callable[[Any, str], object], lost: d
 
 
 def extra_keys(names: Iterable[str]) -> dict[str, str]:
-    """Return the key under which ckptkit stores each of another program's objects: "extra." and the object's name."""
+    """Return the key under which ckptkit stores each of another program's objects: "extra." and the object's name.
+
+    Replaces characters that a key cannot contain. A name without such characters is never changed.
+    """
     found: dict[str, str] = {}
     taken: set[str] = set()
-    for name in names:
+    for name in sorted(names, key=lambda name: bool(_NO_NAME.search(name))):
         key = f"extra.{_NO_NAME.sub('_', name)}"
         while key in taken:  # "lr.best" after "lr_best"
             key += "_"

@@ -101,7 +101,7 @@ def test_the_random_states_of_several_gpus_are_named_because_it_is_unknown_which
 
 
 def test_keys_that_differ_only_in_punctuation_stay_apart():
-    assert extra_keys(["lr.best", "lr_best"]) == {"lr.best": "extra.lr_best", "lr_best": "extra.lr_best_"}
+    assert extra_keys(["lr.best", "lr_best"]) == {"lr_best": "extra.lr_best", "lr.best": "extra.lr_best_"}
 
 
 def test_a_list_of_random_states_has_one_for_each_rank(tmp_path):

@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     import torch
 
 _OF_MODEL = re.compile(r"model_(\d+)\.(.+)")  # parameters of accelerate's second and later models
+_LIBRARY_FILE = re.compile(r"(?:adapter_|diffusion_pytorch_)?model\.safetensors|adapter_model\.bin")
 _MAX_OTHERS = 8  # how many files are opened to find out whether they contain tensors
 _SAMPLES = 8
 # PEFT's files omit these parts of a PEFT model's names.
@@ -100,9 +101,9 @@ def _newer_or_other_models(catalog: Catalog, store: Store, files: Collection[str
     other file contains tensors (args.pt, vocab.pt).
     """
     name = next(iter(catalog.info.files), "")
-    if len(catalog.info.files) > 1 or name in MODEL_FILES or name.endswith(".bin") or not name.endswith(TORCH_ENDINGS):
-        return []  # the names of libraries, which write each model to a directory of its own
-    models = [n for n in may_hold_model(files) if n.endswith(TORCH_ENDINGS) and not n.endswith(".bin")]
+    if len(catalog.info.files) > 1 or name in MODEL_FILES or _LIBRARY_FILE.fullmatch(name):
+        return []  # libraries write each model to a directory of its own
+    models = [n for n in may_hold_model(files) if n.endswith((*TORCH_ENDINGS, ".safetensors"))]
     steps = ordered(models)
     is_newest = len(steps) == len(models) and steps[0].name == name
     others = [] if is_newest else [other for other in models if other != name]
@@ -111,7 +112,7 @@ def _newer_or_other_models(catalog: Catalog, store: Store, files: Collection[str
 
 def _may_contain_tensors(store: Store, path: str) -> bool:
     try:
-        return bool(open_file(store, path).tensors)
+        return path.endswith(".safetensors") or bool(open_file(store, path).tensors)
     except UNREADABLE:
         return True
 
@@ -211,8 +212,10 @@ def _add_schedulers(
     """
     used: list[str] = []
     for kind, found in (("scheduler", saved.schedulers), ("grad_scaler", saved.scalers)):
-        whole = [name for name in found if not any(part.startswith(f"{name}.") for part in saved.unread)]
-        for name, live in _matched(whole, list(state.parts(kind)), notes).items():
+        for name, live in _matched(found, list(state.parts(kind)), notes).items():
+            if any(part.startswith(f"{name}.") for part in saved.unread):
+                notes.append(f"not restored: {name}, because a part of it could not be read.")
+                continue
             expected = state.parts(kind)[live].state_dict()
             if kind == "scheduler" and isinstance(expected, dict) and expected and not expected.keys() & found[name]:
                 notes.append(f"not restored: {name}, because it has none of the live scheduler's values.")
@@ -542,7 +545,7 @@ def _numbered_parameters(
 ) -> dict[str, str]:
     """Map each numbered parameter to its live FQN. Return {} if the saved groups contain names.
 
-    Uses the names that torch saves beside the numbers if the live optimizer has parameters of all these names.
+    Uses the names that torch saves beside the numbers if the live optimizer has a parameter of any of these names.
     Otherwise, adds a note that the parameters were matched by order.
     """
     names, numbers = parameter_names(state), {str(number) for group in saved.groups for number in group["params"]}
@@ -550,7 +553,7 @@ def _numbered_parameters(
     tied = _tied(state)
     found = {number: rename(without_infixes(name)) for number, name in saved.names.items()}
     found = {number: tied.get(fqn, fqn) for number, fqn in found.items()}
-    if saved.is_numbered and found.keys() == numbers and len({*found.values()} & live) == len(found):
+    if saved.is_numbered and found.keys() == numbers and live & {*found.values()}:
         return found
     found = _by_position(saved, key, state)
     if found:

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
@@ -188,6 +189,25 @@ def test_numbered_parameters_with_saved_names_are_matched_by_name(tmp_path):
     assert not any("by order" in note for note in report.notes)
 
 
+def test_saved_names_decide_even_if_only_some_parameters_are_still_trained(tmp_path):
+    def made(*trained: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.ModuleDict({name: nn.Linear(2, 2, bias=False) for name in "abc"})
+        return model, torch.optim.AdamW([(n, p) for n, p in model.named_parameters() if n[0] in trained])
+
+    model, optimizer = made("a", "b")
+    if "param_names" not in optimizer.state_dict()["param_groups"][0]:
+        pytest.skip("this version of torch saves no names")
+    sum(scale * model[name].weight.sum() for name, scale in (("a", 1.0), ("b", 5.0))).backward()
+    optimizer.step()
+    source = save(_whole(model, optimizer), "torch", tmp_path)
+    fresh, other = made("b", "c")
+    with pytest.raises(CheckpointMismatchError, match=r"optimizer: 1 missing in the checkpoint: c\.weight"):
+        load(TrainState(model=fresh, optimizer=other), str(source), tmp_path)
+    load(TrainState(model=fresh, optimizer=other), str(source), tmp_path, strict=False)
+    found, wanted = (one.state[net["b"].weight]["exp_avg"] for one, net in ((other, fresh), (optimizer, model)))
+    assert torch.equal(found, wanted)
+
+
 class Counters:
     """Saves a nested dict of numbers."""
 
@@ -350,6 +370,28 @@ def test_a_scheduler_with_a_value_that_cannot_be_loaded_is_skipped_and_named(tmp
     report = load(mine, str(save(saved, "torch", tmp_path)), tmp_path, optimizer="skip")
     assert mine.scheduler.last_epoch == 0 and report.extra["scheduler"]["last_epoch"] == 5
     assert any(note.startswith("not restored: scheduler") for note in report.notes)
+
+
+def test_a_scheduler_does_not_get_the_state_of_another_that_could_not_be_read(tmp_path):
+    theirs, mine = _with_schedulers({"gen": 5, "dis": 7}), _with_schedulers({})
+    saved = {name: one.state_dict() for name, one in theirs.scheduler.items()}
+    saved["gen"]["unreadable"] = Counters(1)
+    source = save({"model": theirs.model.state_dict(), "lr_scheduler": saved}, "dcp", tmp_path)
+    report = load(mine, str(source), tmp_path, optimizer="skip")
+    assert [mine.scheduler[name].last_epoch for name in ("gen", "dis")] == [0, 7]
+    assert any(note.startswith("not restored: lr_scheduler.gen, because") for note in report.notes)
+    mine = _with_schedulers({})
+    mine.scheduler = mine.scheduler["gen"]
+    load(mine, str(source), tmp_path, optimizer="skip")
+    assert mine.scheduler.last_epoch == 0
+
+
+def test_of_two_similar_names_an_extra_gets_the_value_of_its_own(tmp_path):
+    model = nn.Linear(1, 1)
+    source = save({"model": model.state_dict(), "lr.best": 1.0, "lr_best": 2.0}, "torch", tmp_path)
+    state = TrainState(model=model, extra={"lr_best": 0.0})
+    load(state, str(source), tmp_path)
+    assert state.extra["lr_best"] == 2.0
 
 
 @pytest.mark.parametrize("form", ["dcp", "torch"])
@@ -619,6 +661,23 @@ def test_files_of_other_steps_beside_a_file_of_weights_are_not_read(tmp_path):
         load(state, str(tmp_path / "model_1.bin"), tmp_path)
     load(state, str(tmp_path / "model_1.bin"), tmp_path, optimizer="skip")
     assert torch.equal(fresh.weight, models[1].weight)
+
+
+@pytest.mark.parametrize("ending", ["safetensors", "bin", "pt"])
+def test_an_optimizer_beside_weights_of_several_steps_belongs_to_the_latest(ending, tmp_path):
+    states_of = {}
+    for step in (1, 2):
+        model = nn.Linear(3, 2)
+        path = tmp_path / f"step_{step}.{ending}"
+        save_file(model.state_dict(), path) if ending == "safetensors" else torch.save(model.state_dict(), path)
+        states_of[step] = torch.optim.AdamW(model.parameters(), lr=step / 8).state_dict()
+    torch.save(states_of[2], tmp_path / "optimizer.pt")
+    model = nn.Linear(3, 2)
+    state = TrainState(model=model, optimizer=torch.optim.AdamW(model.parameters()))
+    with pytest.raises(CheckpointMismatchError, match="the whole optimizer"):
+        load(state, str(tmp_path / f"step_1.{ending}"), tmp_path)
+    load(state, str(tmp_path / f"step_2.{ending}"), tmp_path)
+    assert state.optimizer.param_groups[0]["lr"] == 0.25
 
 
 def test_all_objects_with_tensors_are_read_at_once(tmp_path, monkeypatch):
