@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckptkit.arguments import Location, check_flags, check_int, location
-from ckptkit.catalog.entry import Catalog, Codec, Digest
+from ckptkit.catalog.entry import Catalog, Codec, Digest, ObjectEntry
 from ckptkit.digests import CRC, DIGEST, SHA256, hash_of, hex_width
 from ckptkit.errors import (
     CkptkitError,
@@ -15,6 +15,7 @@ from ckptkit.errors import (
     IncompleteCheckpointError,
     IntegrityError,
     StorageError,
+    UnsafePickleError,
     UnsupportedFormatError,
 )
 from ckptkit.formats.detect import Source
@@ -23,8 +24,10 @@ from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.own.outline import PREFIX, Part, outline, parts_of, spares_of
 from ckptkit.formats.own.reader import OBJECTS_NAME
 from ckptkit.formats.own.record import MANIFEST_NAME, RECORD_NAME
+from ckptkit.formats.pickles.objects import read_object
 from ckptkit.formats.pickles.zip import Archive, file_size
 from ckptkit.formats.state_names import OPTIMIZER_FILE, STATE_FILE
+from ckptkit.formats.torch_save import read_torch_file
 from ckptkit.offline.export.checksums import SUMS_NAME, read_checksums
 from ckptkit.offline.gaps import find_gaps
 from ckptkit.offline.reading import check_still_there, open_pinned, reads_checkpoints, records_of
@@ -284,7 +287,7 @@ def _state_checks(source: Source) -> tuple[list[Check], list[Problem], dict[str,
     """Return the CRC-32s in the files of training state that a load reads beside the weights, and the files' problems.
 
     The third value is the number of bytes without a CRC-32 in each file. An example of such a file is the optimizer.pt
-    of a Trainer beside safetensors files. Files that are not zip archives are skipped.
+    of a Trainer beside safetensors files. Files that are not zip archives are only parsed.
     """
     store, known = source.store, source.catalog.info
     if "digests" in known.extra or source.url.rstrip("/") != store.url.rstrip("/"):  # ours, or a single file
@@ -296,8 +299,8 @@ def _state_checks(source: Source) -> tuple[list[Check], list[Problem], dict[str,
         if path in known.files or not (OPTIMIZER_FILE.fullmatch(path) or STATE_FILE.fullmatch(path)):
             continue
         try:
-            members = Archive(store, path).members() if store.read(path, 0, 2) == b"PK" else []
-        except UnsupportedFormatError:
+            members = _members(store, path)
+        except (UnsupportedFormatError, UnsafePickleError):
             continue
         except (CorruptCheckpointError, FileNotFoundError) as error:
             problems.append(Problem(path, "", f"{path} can't be read: {error}"))
@@ -306,6 +309,18 @@ def _state_checks(source: Source) -> tuple[list[Check], list[Problem], dict[str,
         if without := sum(size for _, size, crc in members if crc is None):
             bare[path] = without
     return checks, problems, bare
+
+
+def _members(store: Store, path: str) -> list[tuple[int, int, int | None]]:
+    """Return (start, nbytes, CRC-32 or None) of each part of a file of training state. JSON has no such parts."""
+    if store.read(path, 0, 2) == b"PK":
+        return Archive(store, path).members()
+    size = file_size(store, path)
+    if path.endswith(".json"):
+        read_object(store, ObjectEntry(path, path, 0, size, encoding="json"))
+        return []
+    read_torch_file(store, path, allow_pickle=True)
+    return [(0, size, None)]
 
 
 def file_problems(store: Store, catalog: Catalog) -> Iterator[Problem]:

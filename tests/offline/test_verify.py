@@ -53,14 +53,25 @@ def test_state_that_other_programs_save_beside_the_weights_is_checked_too(tmp_pa
     assert [problem.path for problem in verify(tmp_path).problems] == ["optimizer.pt"]
 
 
-def test_state_without_crcs_is_listed_as_not_proved(tmp_path):
+@pytest.mark.parametrize("form", ["zip", "legacy"])
+def test_state_without_crcs_is_listed_as_not_proved(form, tmp_path):
     save_file({"w": torch.ones(3)}, tmp_path / "model.safetensors")
     torch.serialization.set_crc32_options(False)
     try:
-        torch.save({"state": {}, "param_groups": []}, tmp_path / "optimizer.pt")
+        saved = {"state": {0: {"exp_avg": torch.ones(3)}}, "param_groups": []}
+        torch.save(saved, tmp_path / "optimizer.pt", _use_new_zipfile_serialization=form == "zip")
     finally:
         torch.serialization.set_crc32_options(True)
-    assert "optimizer.pt" in verify(tmp_path).unproved_files
+    report = verify(tmp_path)
+    assert report.ok and "optimizer.pt" in report.unproved_files
+
+
+@pytest.mark.parametrize("damaged", [b"", b"\0" * 100], ids=["empty", "zeroed"])
+@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "trainer_state.json"])
+def test_state_that_a_crash_left_empty_or_zeroed_is_reported(name, damaged, tmp_path):
+    save_file({"w": torch.ones(3)}, tmp_path / "model.safetensors")
+    (tmp_path / name).write_bytes(damaged)
+    assert [problem.path for problem in verify(tmp_path, quick=True).problems] == [name]
 
 
 def test_files_that_no_load_reads_beside_the_weights_are_not_checked(tmp_path):
