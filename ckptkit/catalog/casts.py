@@ -61,7 +61,7 @@ def cast_into(source: Bytes, target: Bytes, source_dtype: str, target_dtype: str
 
 
 def cast(data: Bytes, source_dtype: str, target_dtype: str) -> tuple[Bytes, int]:
-    """Like `cast_into`, but return the cast elements and how many finite elements became infinite."""
+    """Return the cast elements of `data`, and how many finite elements became infinite. See `cast_into`."""
     if source_dtype == target_dtype:
         return data, 0
     out = np.empty(len(data) // dtype_of(source_dtype).itemsize * dtype_of(target_dtype).itemsize, np.uint8)
@@ -69,7 +69,7 @@ def cast(data: Bytes, source_dtype: str, target_dtype: str) -> tuple[Bytes, int]
 
 
 def float_values(data: Bytes, dtype: str) -> Array:
-    """Return the elements as float32. float64 stays float64. 8-bit floats are decoded."""
+    """Return the elements of `data` as float32, or as float64 if `dtype` is float64."""
     if dtype == "float64":
         return data.view(np.float64)
     if dtype in _EIGHT_BITS:
@@ -94,7 +94,7 @@ def split_pairs(data: Bytes, out: npt.NDArray[np.float32]) -> npt.NDArray[np.flo
 
 
 def round_pairs(halves: npt.NDArray[np.float32], out: Bytes) -> int:
-    """Round the result of `split_pairs` to bfloat16, and restore the order of the elements.
+    """Round `halves`, a result of `split_pairs`, to bfloat16, and write the elements to `out` in their original order.
 
     Returns:
         How many finite elements became infinite.

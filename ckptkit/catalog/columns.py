@@ -24,7 +24,7 @@ def distinct(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 
 def first_of_equal(table: Int64) -> Int64 | None:
-    """Return, for each distinct row, the index of its first occurrence, ascending. None if all rows are distinct."""
+    """Return the index of each distinct row's first occurrence, ascending, or None if all rows are distinct."""
     # Compare hashes first: sorting one column of numbers is ten times faster than sorting rows.
     hashes = (table.astype(np.uint64) * _weights(table.shape[1])).sum(axis=1, dtype=np.uint64)
     hashes.sort()
@@ -91,7 +91,7 @@ def is_dense(sizes: Int64, strides: Int64) -> Bool:
 
 
 def tiles_exactly(offsets: Int64, sizes: Int64, shape: Int64) -> bool:
-    """Return whether these non-empty boxes cover each element of a shape exactly once. Takes linear time.
+    """Return whether non-empty boxes cover each element of `shape` exactly once. Takes linear time.
 
     In a d-dimensional difference array, each box adds +1 or -1 at each of its corners. The boxes cover the shape
     exactly once if and only if the array equals that of a single box of the whole shape. The function compares hashes
@@ -112,7 +112,7 @@ def tiles_exactly(offsets: Int64, sizes: Int64, shape: Int64) -> bool:
 
 
 def _steps(places: UInt64, key: UInt64) -> UInt64:
-    """Return the sum of the corners' hashes in an array [1]. (For a scalar, numpy would warn about the overflow.)"""
+    """Return the sum of the corners' hashes, as an array [1]: for a scalar, numpy would warn about the overflow."""
     z = (places * (key[:-1] | np.uint64(1))).sum(axis=1, dtype=np.uint64) + key[-1:]
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -120,7 +120,7 @@ def _steps(places: UInt64, key: UInt64) -> UInt64:
 
 
 def overlapping(offsets: Int64, sizes: Int64) -> bool:
-    """Return whether any two of these boxes share an element. The boxes must be distinct and non-empty.
+    """Return whether any two boxes share an element. The boxes must be distinct and non-empty.
 
     The function looks for a dimension along which any two intervals are equal or disjoint. It then compares only boxes
     that have the same interval, recursively. For grids, this takes O(n log n). If there is no such dimension, a sweep

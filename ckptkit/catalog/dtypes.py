@@ -29,7 +29,7 @@ class DType:
     bits: int = 8
 
     def in_bytes(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Convert the shape in a safetensors header to torch's shape. They differ only if `bits` is less than 8.
+        """Convert a shape in a safetensors header to torch's shape. The shapes differ only if `bits` is less than 8.
 
         Raises:
             UnsupportedFormatError: The last dimension does not fill whole bytes.
@@ -44,7 +44,7 @@ class DType:
         return (*shape[:-1], shape[-1] * self.bits // 8)
 
     def in_numbers(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Convert torch's shape to the shape in a safetensors header. They differ only if `bits` is less than 8.
+        """Convert torch's shape to a shape in a safetensors header. The shapes differ only if `bits` is less than 8.
 
         Raises:
             UnsupportedFormatError: The bytes of the last dimension do not hold a whole number of values.

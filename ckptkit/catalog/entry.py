@@ -2,7 +2,7 @@
 
 Every format reader returns a `Catalog`, and every offline command works on a `Catalog`. A tensor consists of slices. A
 slice is a box of the tensor that is stored in a byte range of a file. Slices are kept as columns of numbers, because a
-checkpoint may have a million slices. A `TensorSlice` is a view of one row.
+checkpoint may have a million slices. A `TensorSlice` is a single slice, created from the columns on access.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Role(str, enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Digest:
-    """A digest of the bytes [start, start + nbytes) of a slice's file or, if it has a codec, of the decoded record.
+    """A digest of the bytes [start, start + nbytes) of a slice's file, or of its decoded record if it has a codec.
 
     The range may be larger than the slice. For example, the CRC-32 of a zip record covers a whole torch storage, which
     may contain more than the slice.
@@ -76,7 +76,7 @@ class TensorSlice:
             contiguous, this is numel * itemsize.
         strides: The strides in elements. None if the box is stored row-major.
         digest: The recorded digest. None if no digest was recorded.
-        codec: The encoding of the bytes: compressed, or with flipped signs. None if the file has the plain values.
+        codec: The encoding of the slice's record: compression or flipped signs. None if the file has the plain values.
         rank: The rank that wrote the slice. -1 if unknown.
     """
 
@@ -91,7 +91,7 @@ class TensorSlice:
 
 
 class SliceArray(Sequence[TensorSlice]):
-    """The slices of one tensor as columns. `self[i]` is a view of row i.
+    """The slices of one tensor as columns. `self[i]` is slice i as a `TensorSlice`.
 
     Attributes:
         paths: A tuple of file names. The tensors of a catalog may share the tuple.
@@ -99,12 +99,12 @@ class SliceArray(Sequence[TensorSlice]):
         starts, nbytes: [n] the byte range of each slice, as in `TensorSlice`.
         offsets, sizes: [n, ndim] the box of each slice, in elements.
         ranks: [n] the rank that wrote the slice, -1 if unknown. None if all are unknown.
-        algorithm: The digest algorithm of all rows. None if there are no digests.
+        algorithm: The digest algorithm of all slices. None if there are no digests.
         digests: [n] digest values. None if there are no digests.
-        digest_starts, digest_nbytes: [n] the byte range that each digest covers. `digest_nbytes` is 0 for a row without
-            a digest. Both are None if each digest covers exactly its slice.
-        strides: A mapping from row index to strides. It omits contiguous rows.
-        codecs: A mapping from row index to codec. It omits rows that are not encoded.
+        digest_starts, digest_nbytes: [n] the byte range that each digest covers. `digest_nbytes` is 0 for a slice
+            without a digest. Both are None if each digest covers exactly its slice.
+        strides: A mapping from slice index to strides. Contiguous slices are left out.
+        codecs: A mapping from slice index to codec. Slices that are not encoded are left out.
     """
 
     opaque: str = ""
@@ -204,7 +204,7 @@ class SliceArray(Sequence[TensorSlice]):
         )
 
     def take(self, rows: Int64) -> SliceArray:
-        """Return the slices in these rows."""
+        """Return the slices with the indices `rows`."""
         names = ("ranks", "digests", "digest_starts", "digest_nbytes")
         columns = {name: None if (column := getattr(self, name)) is None else column[rows] for name in names}
         numbers, strides, codecs = list(enumerate(rows.tolist())), self.strides, self.codecs
@@ -220,11 +220,11 @@ class SliceArray(Sequence[TensorSlice]):
         return len(self.starts)
 
     def byte_range(self, row: int) -> tuple[str, int, int]:
-        """Return (path, start, nbytes) of one row's bytes. Faster than `self[row]`."""
+        """Return (path, start, nbytes) of slice `row`. Faster than `self[row]`."""
         return self.paths[self.files.item(row)], self.starts.item(row), self.nbytes.item(row)
 
     def byte_ranges(self) -> list[tuple[str, int, int]]:
-        """Return (path, start, nbytes) of each row's bytes."""
+        """Return (path, start, nbytes) of each slice."""
         files = [self.paths[file] for file in self.files.tolist()]
         return list(zip(files, self.starts.tolist(), self.nbytes.tolist(), strict=True))
 
@@ -273,7 +273,7 @@ class SliceArray(Sequence[TensorSlice]):
         return _WholeSlice(paths, start, nbytes, shape)
 
     def is_all_of(self, shape: tuple[int, ...]) -> bool:
-        """Return True if this is known to be one row-major slice that covers a tensor of this shape.
+        """Return True if the array is known to be one row-major slice that covers a tensor of this shape.
 
         False may also mean "unknown": the columns are not examined, because creating columns is slow.
         """
@@ -288,7 +288,7 @@ class SliceArray(Sequence[TensorSlice]):
         return np.concatenate([item.starts for item in columns]), np.concatenate([item.nbytes for item in columns])
 
     def digest(self, row: int) -> Digest | None:
-        """Return the digest of the slice in row `row`, or None if no digest was recorded."""
+        """Return the digest of slice `row`, or None if no digest was recorded."""
         if self.algorithm is None or self.digests is None:
             return None
         starts, lengths = self.digest_starts, self.digest_nbytes
@@ -411,7 +411,7 @@ class TensorEntry:
             check_boxes(self.name, self.shape, self.slices.offsets, self.slices.sizes)
 
     def _cut_in_rows(self) -> bool:
-        """Return whether the slices are consecutive rows that cover the tensor, in order.
+        """Return whether the slices are consecutive blocks of rows that cover the tensor, in order.
 
         The check is in plain Python, because numpy is slower for a few slices. False may also mean that there are more
         than `_ROWS_BY_HAND` slices.
@@ -563,7 +563,7 @@ class Catalog:
         return found
 
     def in_parts(self) -> Iterable[TensorEntry]:
-        """Return the tensors that must be checked for gaps, and for slices that need their Python class to be read.
+        """Return the tensors that must be checked for gaps, and for slices that need their Python class.
 
         If `tensors` is a `WholeTensors`, no tensor needs these checks. Otherwise, all tensors do.
         """

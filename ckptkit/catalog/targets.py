@@ -47,7 +47,7 @@ class Part:
         return not self.unfold and not self.axes
 
     def moved(self, target_box: Box) -> Part:
-        """Return the part with another target box. The sizes must stay equal, apart from dimensions of size 1."""
+        """Return the part with another target box, of the same sizes apart from dimensions of size 1."""
         return Part(target_box, self.source, self.source_box, self.unfold, self.axes)
 
     def cut(self, box: Box) -> list[Part]:
@@ -68,7 +68,7 @@ class Part:
         return [Part(shared, self.source, Box(tuple(offsets), tuple(sizes)), (), self.axes)]
 
     def permuted(self, dims: tuple[int, ...]) -> list[Part]:
-        """Return this part in a target with permuted dimensions. New dimension d is old dimension dims[d]."""
+        """Return the parts that replace this part if the target's new dimension d is the old dimension dims[d]."""
         if self.unfold:
             return [piece for row in self.rows() for piece in row.permuted(dims)]
         matched = self.source_dims()
@@ -110,13 +110,13 @@ _source_of = attrgetter("source")
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A tensor to write. The parts cover each element exactly once.
+    """A tensor to write. `parts` covers each element exactly once.
 
     Attributes:
         name: Name in the result.
         dtype: Dtype in the result. Sources with a different dtype are cast.
         shape: Shape of the whole tensor.
-        parts: The parts, in any order.
+        parts: The parts that fill the tensor, in any order.
         source_dtype: The dtype that all sources share.
     """
 
@@ -233,7 +233,7 @@ def concatenated(name: str, targets: Sequence[Target], dim: int) -> Target:
 
 
 def _rope_head(head: Target, a: int, b: int) -> list[Part]:
-    """Return the parts of one head after its rows are viewed as (a, b) and transposed. The head starts at row 0."""
+    """Return the parts of one head after its rows are reshaped to (a, b) and transposed. The head starts at row 0."""
     if (only := head.only_part) is not None and a * b > 1:
         order = (1, 0, *range(2, 1 + len(head.shape)))
         return [replace(only, unfold=(a, b, *head.shape[1:]), axes=order)]

@@ -23,10 +23,11 @@ class Pieces:
 
     Attributes:
         boxes: [n] index of the requested box.
-        rows: [n] row of the slice in the tensor's `SliceArray`.
+        rows: [n] index of the slice in the tensor's `SliceArray`.
         offsets, sizes: [n, ndim] the intersection, in elements of the whole tensor.
-        starts: [n] byte offset of the first element in the slice's file, or in the decoded record if there is a codec.
-        strides: [n, ndim] the strides of the elements in the file or record, in elements.
+        starts: [n] byte offset of the intersection's first element in the slice's file, or in the decoded record if
+            there is a codec.
+        strides: [n, ndim] the strides of the intersection in the file or record, in elements.
     """
 
     boxes: Int64
@@ -46,12 +47,12 @@ class Pieces:
 
 
 def pieces(slices: SliceArray, offsets: Int64, sizes: Int64, itemsize: int | Int64) -> Pieces:
-    """Return the intersections of boxes with a tensor's slices. They contain each element of a box exactly once.
+    """Return the intersections of boxes with a tensor's slices, which contain each element of a box exactly once.
 
     Of several replicas, only the first is used. The slices must cover the tensor without partial overlap
     (`TensorEntry.check_coverage`). The boxes may overlap or be empty.
 
-    One call can search several tensors. Slices and boxes then need one more dimension: its offset is the number of the
+    One call can search several tensors. Slices and boxes then need one more dimension: its offset is the index of the
     tensor, and its size is 1.
 
     Args:
@@ -111,8 +112,7 @@ def _splitting_dim(starts: Int64, stops: Int64) -> tuple[int, Int64, Int64, Int6
     same interval form a group.
 
     Returns (dim, order, first, begins, ends). `order` sorts the slices along the dimension. `first` contains the index
-    in `order` at which each group starts. Its last item is the number of slices. `begins` and `ends` are the groups'
-    intervals.
+    in `order` at which each group starts, then the number of slices. `begins` and `ends` are the groups' intervals.
     """
     best = None
     for dim in range(starts.shape[1]):
@@ -163,8 +163,8 @@ class RowCuts:
     """The boxes of several tensors, reduced to their intervals along dimension 0.
 
     Attributes:
-        cut: [t] whether the boxes of each tensor are consecutive rows that cover the tensor. A scalar counts as one
-            row.
+        cut: [t] whether the boxes of each tensor are consecutive blocks of rows that cover the tensor. A scalar counts
+            as one row.
         bounds: [t + 1] the boxes of tensor i are at [bounds[i], bounds[i + 1]) in `offsets` and `sizes`.
         offsets, sizes: [n] the interval of each box along dimension 0. Undefined where `cut` is False.
     """
@@ -183,7 +183,7 @@ def check_coverage(entries: Sequence[TensorEntry]) -> None:
 
 
 def row_cuts(shapes: Sequence[tuple[int, ...]], boxes: Sequence[Boxes]) -> RowCuts:
-    """Return the interval of each box along dimension 0, and whether the boxes of each tensor are consecutive rows."""
+    """Return the `RowCuts` of tensors with these shapes and boxes."""
     counts = np.fromiter(map(len, boxes), np.int64, len(boxes))
     ndims = np.fromiter(map(len, shapes), np.int64, len(shapes))
     bounds = np.concatenate([[0], np.cumsum(counts)])
@@ -212,7 +212,7 @@ def row_cuts(shapes: Sequence[tuple[int, ...]], boxes: Sequence[Boxes]) -> RowCu
 
 
 def are_rows(owners: Int64, low: Int64, size: Int64, shapes: Int64) -> Bool:
-    """Return, for each tensor, whether its boxes are consecutive rows that cover the tensor, [t].
+    """Return, for each tensor, whether its boxes are consecutive blocks of rows that cover the tensor, [t].
 
     All tensors must have the same `ndim`.
 
