@@ -22,20 +22,21 @@ Path = tuple[str | int, ...]
 
 
 def entries_of(
-    values: Mapping[str, Any], *, sharded: bool = False
+    values: Mapping[str, Any], *, sharded: bool = False, levels: int = 0
 ) -> tuple[dict[str, TensorEntry], dict[str, ObjectEntry]]:
     """Return the tensors and the other values, by name.
 
     Args:
         values: The unpickled content of each file (the result of `pickles.objects.plain`), by file name.
         sharded: True if the files are shards of one model. In that case, a name may occur only once.
+        levels: How many levels of dicts are opened even if they contain no tensors.
 
     Raises:
         IncompleteCheckpointError: A file has only one rank's part of a tensor.
     """
     leaves: dict[str, _Leaf] = {}
     for file, value in values.items():
-        for leaf in _leaves(value, (), file, {}):
+        for leaf in _leaves(value, (), file, {}, levels):
             _add(leaves, leaf, sharded=sharded)
     tensors = {name: leaf for name, leaf in leaves.items() if is_tensor(leaf.value)}
     table = RoleTable({name: leaf.path for name, leaf in leaves.items()}, tensors)

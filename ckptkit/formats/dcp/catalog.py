@@ -297,7 +297,7 @@ class _Builder:
                 with contextlib.suppress(UnsafePickleError, UnsupportedFormatError):
                     value = read_archive(self.store, entry.path, entry.start, entry.nbytes)
                     values.setdefault(entry.path, {})[name] = plain(value, file=f"{entry.path} ({name!r:.80})")
-        tensors, others = entries_of(values)
+        tensors, others = entries_of(values, levels=1)
         parts = {name: entry for name, entry in others.items() if len(entry.key) > 1}
         opened = {entry.key[0] for entry in tensors.values()} | {entry.key[0] for entry in parts.values()}
         kept = {name: entry for name, entry in objects.items() if name not in opened}

@@ -27,6 +27,7 @@ from ckptkit.errors import (
     UnsafePathError,
 )
 from ckptkit.formats.dcp.catalog import open_catalog
+from ckptkit.formats.pickles.objects import read_object
 from ckptkit.storage.local import LocalStore
 from tests.conftest import ZOO
 from tests.formats.damages import Damage, edited, without, written
@@ -96,6 +97,17 @@ def test_tensors_in_objects_that_the_planner_did_not_flatten_are_read(tmp_path):
     assert contents(store, found) == contents_of_state_dict(model)
     assert [entry.state for entry in catalog.by_role(Role.OPTIMIZER).values()] == ["exp_avg"]
     assert list(catalog.objects) == ["epoch"]
+
+
+def test_an_optimizer_without_tensors_may_be_in_several_files(tmp_path):
+    state = {"optimizer": {"state": {}, "param_groups": [{"params": ["w"], "lr": 0.1, "momentum": 0}]}}
+    writer = torch.distributed.checkpoint.FileSystemWriter(tmp_path, thread_count=2)
+    torch.distributed.checkpoint.save(state, storage_writer=writer, no_dist=True)
+    store = LocalStore(str(tmp_path))
+    objects = open_catalog(store).objects
+    found = {name.rpartition(".")[2]: read_object(store, entry) for name, entry in objects.items()}
+    assert found == {"params": ["w"], "lr": 0.1, "momentum": 0}
+    assert len({entry.path for entry in objects.values()}) == 2
 
 
 def test_metadata_rewritten_in_another_order_are_accepted(zoo, tmp_path):
