@@ -147,7 +147,7 @@ def hex_width(algorithm: str) -> int:
 
 
 def proves_equality(algorithm: str | None) -> bool:
-    """Return whether two equal digests prove that the bytes are equal, unless somebody has constructed a collision.
+    """Return whether equal digests prove that the data are equal, unless somebody has constructed a collision.
 
     A CRC-32 is too short to prove this.
     """

@@ -149,7 +149,7 @@ def printable(text: str) -> str:
 
 
 def _forms(value: str) -> set[str]:
-    """Return the spellings that a text may use for the value: plain, escaped as in `repr`, and both URL-encoded."""
+    """Return the spellings that a text may use for the value: plain or escaped as in `repr`, each also URL-encoded."""
     plain = {value, value.encode("unicode_escape").decode("ascii")}
     return plain | {quote(form, safe=safe) for form in plain for safe in ("", "/")}
 

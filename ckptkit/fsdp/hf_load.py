@@ -120,10 +120,10 @@ def _names_by_tensor(live: Mapping[str, torch.Tensor]) -> dict[int, list[str]]:
 
 
 def _matched(live: Mapping[str, torch.Tensor], targets: Mapping[str, Target]) -> tuple[dict[str, str], list[str]]:
-    """Return two results: model name -> name in the files, and the model names that the files lack.
+    """Return a mapping from model names to names in the files, and the model names that the files lack.
 
     `live` has the model's tensors, and `targets` has the tensors in the files. A tied tensor has several names in the
-    model. The results contain only the first of them.
+    model. The results contain only the first of these names.
     """
     chosen: dict[str, str] = {}
     missing: list[str] = []

@@ -173,7 +173,7 @@ def _require_whole(source: Exported, names: set[str]) -> None:
 
 
 def prove(source: Exported, targets: Sequence[Target]) -> None:
-    """Check on the meta device that transformers can load tensors with these names and shapes. Only rank 0 calls this.
+    """Check on the meta device that transformers can load the names and shapes of `targets`. Only rank 0 calls this.
 
     Raises:
         SaveError: `from_pretrained` would ignore some weights, or initialize some weights randomly.

@@ -610,8 +610,8 @@ class FSDPStrategy:
         Args:
             load_dir: The root of the run's checkpoints: a path or a URL.
             load_module_strict: True raises if parameters are missing or unexpected. False only reports such parameters.
-            load_optimizer_states, load_lr_scheduler_states: Restore the given optimizer or scheduler. If the checkpoint
-                lacks the state, the load raises. False leaves the optimizer or scheduler unchanged.
+            load_optimizer_states, load_lr_scheduler_states: True restores the given optimizer or scheduler, and raises
+                if the checkpoint lacks its state. False leaves the optimizer or scheduler unchanged.
             key_map: Maps the checkpoint's names to the model's names. If given, only weights are loaded, as in
                 `CheckpointManager.load`.
             start_fresh: When to return (None, {}) instead of raising an error, as in `CheckpointManager`.

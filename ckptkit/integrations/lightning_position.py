@@ -19,8 +19,8 @@ from ckptkit.checkpoint.state.train_state import is_stateful, model_tensors
 _log = logging.getLogger(__name__)
 _KEY = "ckptkit_position"
 
-# Places in the loops at which a checkpoint is saved and that the loops' counters do not show.
-_STAGE_NONE = "none"  # at any other place
+# The point of the loops at which a checkpoint was saved. The loops' counters do not show these points.
+_STAGE_NONE = "none"  # any other point
 _STAGE_BATCH = "batch"  # after all hooks of a batch
 _STAGE_RUNNING = "running"  # in the validation after a batch
 _STAGE_FINISHED = "finished"  # at the end of this validation

@@ -66,7 +66,7 @@ class StateView(nn.Module):
 
     @classmethod
     def of(cls, module: nn.Module, wanted: Mapping[str, Any]) -> StateView:
-        """Return a view of the tensors in `wanted`.
+        """Return a StateView of `module` that has the tensors in `wanted`.
 
         A tensor in `wanted` that shares the memory of a live tensor of the module is replaced by the live tensor. All
         others are used as they are: a state dict hook has created them.
@@ -100,7 +100,7 @@ def collecting_live(strategy: Any, live: Callable[[], Mapping[str, Any]]) -> Ite
 
 
 class LightningCheckpoints:
-    """Saves and loads at Lightning's paths: the directory is the root of a run, and the last component is a tag.
+    """Saves and loads at Lightning's paths: the parent directory is the root of a run, and the last component a tag.
 
     All ranks must create this object and call its methods together. A single rank can use the object alone if `group`
     contains only this rank.
@@ -199,7 +199,7 @@ class LightningCheckpoints:
 
     @contextlib.contextmanager
     def _room(self, root: str, name: str) -> Iterator[None]:
-        """Move aside a checkpoint that Lightning wrote at this path. Delete it once the new checkpoint is committed."""
+        """Move aside a checkpoint that Lightning wrote as `name`. Delete it once the new checkpoint is committed."""
 
         def aside() -> str:
             place = Path(root) / name

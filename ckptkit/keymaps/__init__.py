@@ -2,7 +2,7 @@
 
 A package can provide key maps as entry points of the group `ckptkit.key_maps`. An entry point refers to a NameMap, or
 to a function without arguments that returns a NameMap. `--key-map NAME` first looks for a built-in map, then for a
-file. Code of packages runs only if it finds neither.
+file. A package's code runs only if there is neither.
 
 Public names are imported on first use, so a conversion without a key map does not import the submodules.
 """

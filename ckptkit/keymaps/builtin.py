@@ -310,10 +310,10 @@ class Choice:
 def choose_map(
     targets: Mapping[str, Target], *, wanted: Collection[str] = (), config: Mapping[str, Any] | None = None
 ) -> Choice:
-    """Choose a map for these names, and apply it. Keeps the names if no map is clearly right.
+    """Choose a key map for the names in `targets`, and apply it. Keeps the names if no map is clearly right.
 
     `wanted` are the names of a base model. If they are given, the function chooses the map that leaves the fewest of
-    them missing. It keeps the names if no map reduces the number of missing names.
+    them missing. It keeps the names in `targets` if no map reduces the number of missing names.
 
     Without `wanted`, the model type in `config` decides. torchtitan's names are recognized by "tok_embeddings.weight".
 
@@ -336,7 +336,7 @@ def choose_map(
 
 
 def _maps_by_type(targets: Mapping[str, Target], config: Mapping[str, Any]) -> NameMap | None:
-    """Return the map for the model type in `config`, or None if the names need no map.
+    """Return the map for the model type in `config`, or None if the names in `targets` need no map.
 
     For a multimodal model with stacked experts, the map first splits the experts, then renames the prefixes.
     """

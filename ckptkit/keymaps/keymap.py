@@ -23,7 +23,7 @@ class Mapped:
 
     Attributes:
         targets: The resulting tensors by name.
-        dropped: The source tensors that a rule, or the map's `rest`, dropped, each with the reason.
+        dropped: The names of the dropped source tensors, each with the reason (a rule, or the map's `rest`).
         unused: The rules that matched no tensor, as texts such as "rule 2 (drop rope_cache)".
     """
 
@@ -59,7 +59,7 @@ class NameMap:
                 raise UsageError(f"key map {self.name!r}, rule {number} ({_kind(rule)}): {error}") from error
 
     def apply(self, targets: Mapping[str, Target], *, config: Mapping[str, Any] | None = None) -> Mapped:
-        """Apply the rules to these tensors.
+        """Apply the rules to the tensors `targets`.
 
         Args:
             config: The model's config.json. Needed only if rules use its keys.

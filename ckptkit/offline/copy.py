@@ -621,11 +621,11 @@ def _faults(
     *,
     overwrite: bool,
 ) -> Iterator[Exception]:
-    """Yield the reasons why a run cannot be written to this directory.
+    """Yield the reasons why a run cannot be written to `dst`.
 
     Args:
         todo: The checkpoints to copy.
-        clashes: The checkpoints in `todo` whose names already exist in the directory.
+        clashes: The checkpoints in `todo` whose names already exist in `dst`.
         half: The checkpoints in `clashes` that are incomplete copies: name -> description of the missing files.
     """
     try:

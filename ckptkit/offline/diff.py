@@ -468,7 +468,7 @@ def _with_tied(side: _Side, other: _Side) -> dict[str, TensorEntry]:
 
 
 def _is_part(name: str, trees: Collection[str]) -> bool:
-    """Return whether the name starts with one of `trees` and a ".", like the name of a value inside that object.
+    """Return whether the name starts with the name of an object in `trees` and a ".", like a value in this object.
 
     SHARDED checkpoints store an optimizer's settings twice: as one object, and as separate values for torch.
     """

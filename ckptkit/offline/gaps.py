@@ -112,7 +112,7 @@ def _files(store: Store, catalog: Catalog) -> dict[str, int]:
 
 
 def file_sizes(store: Store, folders: Iterable[str]) -> dict[str, int]:
-    """Return the sizes of all files in these directories. A link that the store follows has its target's size."""
+    """Return the sizes of all files in `folders`. A link that the store follows has its target's size."""
     found = {}
     for item in (item for folder in sorted(folders) for item in store.list(folder)):
         if item.kind == "file":

@@ -75,7 +75,7 @@ class VerifyReport:
     digests: int = 0  # number of digests compared
     checked_bytes: int = 0  # number of bytes that the digests cover; a byte with two digests counts once
     unproved_bytes: int = 0  # number of tensor bytes without a recorded digest
-    unproved_files: tuple[str, ...] = ()  # the files that contain these bytes
+    unproved_files: tuple[str, ...] = ()  # the files that contain tensor bytes without a digest
     algorithms: tuple[str, ...] = ()
     problems: tuple[Problem, ...] = ()
     doubt: str = ""  # what the checkpoint's files cannot prove

@@ -40,7 +40,7 @@ class Content:
         return data if isinstance(data, Content) else cls([data], copied=len(data))
 
     def between(self, start: int, stop: int) -> list[memoryview]:
-        """Return the bytes [start, stop) as views of the pieces."""
+        """Return the bytes [start, stop) without copying them."""
         found, index = list[memoryview](), bisect_right(self._stops, start)
         while start < stop:
             piece, end = memoryview(self.pieces[index]), self._stops[index]

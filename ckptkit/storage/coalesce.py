@@ -153,7 +153,7 @@ class BlockReader:
         self._asked = self._fetched = 0
 
     def read_into(self, path: str, start: int, view: memoryview) -> None:
-        """Fill `view` with the bytes from offset `start` on. Raises the same errors as the store."""
+        """Fill `view` with the bytes of `path` from offset `start` on. Raises the same errors as the store."""
         self.read_many([ReadInto(path, start, view)])
 
     def read_many(self, reads: Sequence[ReadInto]) -> None:
@@ -179,7 +179,7 @@ class BlockReader:
         return [(read.path, index) for index in range(read.start // self._block, last + 1)]
 
     def _take(self, keys: Iterable[_Key]) -> dict[_Key, bytes]:
-        """Return these blocks. Reads missing blocks, and waits for blocks that other threads are reading."""
+        """Return the blocks `keys`. Reads missing blocks, and waits for blocks that other threads are reading."""
         found: dict[_Key, Future[bytes]] = {}
         missing: list[_Key] = []
         with self._lock:

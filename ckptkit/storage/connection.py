@@ -27,7 +27,7 @@ PART_BYTES = 16 << 20  # size of one ranged read if there are few reads
 _THREADS = 16
 READS = 20  # concurrent ranged reads
 _UPLOADS = 8  # concurrent upload requests per process
-_HELD_BYTES = 144 << 20  # limit for the copies that these requests hold
+_HELD_BYTES = 144 << 20  # limit for the copies that upload requests hold
 _WORKS = "Use a path, s3://, gs:// or abfs://; for reading also hf://, http:// or https://."
 
 # Prefixes of the environment variables that file systems read when they connect.

@@ -228,7 +228,7 @@ class GcsUpload:
         return received
 
     def complete(self) -> str:
-        """Check the size of the published object. Return "<size> bytes", which the caller stores as its tag."""
+        """Check the size of the published object. Return "<size> bytes", which the caller records as the tag."""
         size = self._published
         if size is None:
             size = int(self._api.info(self._name).get("size") or 0)

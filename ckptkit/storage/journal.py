@@ -23,7 +23,7 @@ from ckptkit.storage.staging import Leftover, leftovers, owner_files, owner_path
 logger = logging.getLogger(__name__)
 
 _HEAD = re.compile(r"([0-9a-f]{32}) (\d{1,6}) (\d{1,6})")
-_EARLIER = "#"  # the sections above this line are from earlier attempts
+_EARLIER = "#"  # a line that separates the sections of earlier attempts from the current section
 _VOID = "x "
 
 

@@ -87,7 +87,7 @@ class Ledger:
         self.done[path] = self.earlier[path]
 
     def drop(self, paths: Iterable[str]) -> None:
-        """Delete these objects if they are in `earlier`. Their records are deleted first."""
+        """Delete the objects at `paths` that are in `earlier`. Their records are deleted first."""
         dropped = [path for path in paths if path in self.earlier]
         self._store.delete([_record_path(path) for path in dropped])
         self._store.delete(dropped)

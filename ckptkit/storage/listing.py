@@ -10,7 +10,7 @@ from ckptkit.storage.store import FileInfo, ReadInto, Store, checked_path
 
 
 def snapshot(store: Store, below: str = "") -> Store:
-    """Return a view of `store` that shows everything under `below` as it is now, even after later changes.
+    """Return a snapshot of `store`, which shows everything under `below` as it is now, even after later changes.
 
     Makes one request per thousand objects. Returns `store` itself if the listing would take too many requests, or if
     lookups are free (on a file system).

@@ -129,7 +129,7 @@ class LocalStore(Store):
         return LocalStore(self.path_of(path), top=self._top)
 
     def existing(self) -> LocalStore:
-        """Return a view of this store that writes only if its directory exists.
+        """Return a store for the same directory that writes only if the directory exists.
 
         A write creates missing directories under the root, but not the root itself. If the root is missing, the write
         raises FileNotFoundError. The usual cause is a lost mount, and a new root would be on a different disk.

@@ -116,7 +116,7 @@ class Lease:
         return one_owner and not self._stop.is_set() and _now() - self._renewed < TTL_S / 3
 
     def make_sure(self) -> None:
-        """Call `check`, unless `is_surely_ours` makes this unnecessary."""
+        """Call `check`, unless `is_surely_ours` returns True."""
         if not self.is_surely_ours():
             self.check()
 

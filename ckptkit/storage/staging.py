@@ -89,15 +89,15 @@ def owner_files(parent: LocalStore, staging: str) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Writer:
-    """The content of an owner file.
+    """The content of an owner file, which identifies the process that writes a staging directory.
 
     Attributes:
         leased: Whether the writer held the lease of the run. If so, and if another process now holds the lease, the
             writer counts as dead.
-        replaces: The name of the existing checkpoint or export that is being replaced by a complete staging directory.
-            "" if nothing is being replaced.
-        old: Where the replaced content may be: the path of the staging directory, or of a file in it. "" if nothing was
-            replaced.
+        replaces: The name that the staging directory, which is complete, is about to get in place of an existing
+            checkpoint or export. "" in all other cases.
+        old: The path under which the replaced checkpoint or export may be: the staging directory, or a file in it. ""
+            if nothing was replaced.
     """
 
     nonce: str

@@ -112,7 +112,7 @@ class Store(Protocol):
         """Return the bytes [start, stop) of a regular file. Returns fewer bytes if the file ends before `stop`."""
 
     def read_into(self, path: str, start: int, view: memoryview) -> None:
-        """Fill `view` with the bytes from offset `start` on.
+        """Fill `view` with the bytes of `path` from offset `start` on.
 
         Raises IncompleteCheckpointError if the file is too short.
         """
@@ -172,7 +172,7 @@ class Store(Protocol):
         return {}
 
     def with_each_put(self, around: Callable[[Callable[[], str]], str]) -> Store:
-        """Return a view of this store that calls `around(put)` for each try of a put. `around` must call `put`.
+        """Return a store for the same files that calls `around(put)` for each try of a put. `around` must call `put`.
 
         A file system has no puts. Its store returns itself.
         """
@@ -183,7 +183,7 @@ class Store(Protocol):
         return []
 
     def end_uploads(self, found: Sequence[UnfinishedUpload]) -> None:
-        """Abort these uploads."""
+        """Abort the uploads `found`."""
         return
 
     def delete(self, paths: Iterable[str]) -> None:
@@ -193,13 +193,13 @@ class Store(Protocol):
         """Delete a directory and everything under it. Symlinks are deleted, not followed."""
 
     def existing(self) -> Store:
-        """Return a view of this store whose writes fail if the store's directory does not exist."""
+        """Return a store for the same directory whose writes fail if the directory does not exist."""
         return self
 
     def with_free_names(self) -> Store:
-        """Return a view of this store whose writes do not first check whether the name is free. This saves a request.
+        """Return a store for the same files that does not check before a write whether the name is free.
 
-        If the store has conditional writes, a write to an existing name still fails.
+        This saves a request. If the store has conditional writes, a write to an existing name still fails.
         """
         return self
 

@@ -26,7 +26,7 @@ class KeyFilter:
         return (not self.include or _matches(self.include, fqn)) and not (self.exclude and _matches(self.exclude, fqn))
 
     def idle(self, fqns: Collection[str]) -> list[str]:
-        """Return the globs and predicates that match none of these names, as text for messages."""
+        """Return the globs and predicates that match none of `fqns`, as text for messages."""
         found = []
         for name, rule in (("include", self.include), ("exclude", self.exclude)):
             if callable(rule):

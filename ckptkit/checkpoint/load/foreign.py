@@ -470,7 +470,7 @@ def _renamed(
 
 
 def _same_bytes(one: TensorEntry, other: TensorEntry) -> bool:
-    """Return whether two entries share memory or have equal digests: two attributes may contain the same module."""
+    """Return whether two entries share memory or have equal digests. Two attributes may hold the same module."""
 
     def content(part: TensorSlice) -> tuple[Any, ...]:
         of, place = part.digest, (part.path, part.start)
@@ -597,7 +597,7 @@ def _by_position(saved: SavedOptimizer, key: str, state: TrainState) -> dict[str
 
 
 def _fits(states: Collection[tuple[int, ...]], shape: tuple[int, ...]) -> bool:
-    """Return whether states of these shapes can belong to a parameter of `shape`.
+    """Return whether states with the shapes `states` can belong to a parameter of `shape`.
 
     At least one state must have the parameter's shape or, like Adafactor's, this shape without one of the last two
     dimensions.

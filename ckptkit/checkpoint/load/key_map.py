@@ -148,7 +148,7 @@ def entry_of(target: Target, sources: Mapping[str, TensorEntry]) -> TensorEntry:
 
 
 def _cut(entry: TensorEntry, parts: list[Part]) -> list[TensorSlice]:
-    """Return slices that read these parts of a new tensor from the stored tensor `entry`."""
+    """Return slices that read `parts` of a new tensor from the stored tensor `entry`."""
     ndim, itemsize = len(entry.shape), dtype_of(entry.dtype).itemsize
     offsets = np.array([part.source_box.offsets for part in parts], np.int64).reshape(len(parts), ndim)
     sizes = np.array([part.source_box.sizes for part in parts], np.int64).reshape(len(parts), ndim)

@@ -252,7 +252,7 @@ class LoadPlan:
     leftovers: dict[str, JSON] = field(default_factory=dict)
     padded: list[str] = field(default_factory=list)  # the keys of tensors that a key map fills only in part
     sources: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # saved tensors of each weight; with a key map
-    globs: dict[str, bool] = field(default_factory=dict)  # layout glob -> whether it matches a tensor here
+    globs: dict[str, bool] = field(default_factory=dict)  # layout glob -> whether it matches a tensor of this rank
     filled: Mapping[str, tuple[Box, ...]] = field(default_factory=dict)  # boxes to fill, by entry name; if padded
 
     def weights(self, optimizer: OptimizerPlan) -> dict[str, torch.Tensor]:
@@ -696,7 +696,7 @@ class _Planner:
         """
         cut = cuts(plan.parameters)
         here, place = layouts(cut), self.own.places.get(plan.key)
-        # Earlier checkpoints do not contain the ranks' places.
+        # Earlier checkpoints do not contain the ranks' positions in the meshes.
         alike = here == saved.layouts if place is None else places(cut, this_rank()) == place
         own = [key[len(plan.key) + 1 :] for key in self.own.bound if key.startswith(f"{plan.key}.")]
         own = [key.removeprefix("state.").removeprefix("values.") for key in own]
@@ -889,9 +889,9 @@ def is_recipe(recipe: JSON) -> bool:
 
 
 def unlike(name: str, here: Recipe | None, saved: Recipe | None, live: torch.Tensor | None = None) -> str:
-    """Return a message for a tensor that is split into different plain tensors here and in the checkpoint.
+    """Return a message for a tensor that this job and the checkpoint split into different plain tensors.
 
-    `here` and `saved` describe how it is split. None: it is a plain tensor.
+    `here` (this job) and `saved` describe how it is split. None: it is a plain tensor.
     """
     return f"{name} is {describe(here, live)} here, but {describe(saved)} in the checkpoint"
 

@@ -169,7 +169,7 @@ class Reading:
             live, wholes = plan.live.get(fqn, {}), plan.wholes.get(fqn, {})
             if wanted or wholes:
                 states[fqn] = dict(wholes)
-            parts: Sequence[LocalPart] | None = None  # this rank's boxes of all states that are placed alike
+            parts: Sequence[LocalPart] | None = None  # boxes of states that are placed alike
             place = _placement(parameter)
             for name, entry in wanted.items():
                 shards = plan.shards.get(fqn, ())

@@ -57,7 +57,7 @@ class LocalPlace:
 
     Attributes:
         store: Where the files are written.
-        data: `CommitRecord.data`.
+        data: The value for `CommitRecord.data`.
     """
 
     data = ""

@@ -210,7 +210,7 @@ def begin_save(
 
     Args:
         planned_bytes: The bytes that this rank will write. None: unknown, so free space is not checked.
-        overwrite: Replace a committed checkpoint of that name once the new checkpoint is complete.
+        overwrite: Replace a committed checkpoint of the same name once the new checkpoint is complete.
         set_aside: Rename a directory that has the step's name but is not a checkpoint. Rank 0's value counts.
         file_names: A regular expression for the paths that all ranks will write. Foreign files with such a path are
             detected before anything is written. Rank 0's value counts.
@@ -219,8 +219,8 @@ def begin_save(
             acquires its own lease. Attempts with the same lease take turns.
 
     Raises:
-        CheckpointExistsError: A checkpoint or something else has that name. On an object store, `commit` may raise this
-            error instead.
+        CheckpointExistsError: A checkpoint or something else already has the checkpoint's name. On an object store,
+            `commit` may raise this error instead.
         NoSpaceError: There is not enough space for the bytes of all ranks. Nothing was written.
         LeaseHeldError: Another job saves to this root.
         UsageError: The tag or the step is invalid, or differs between ranks.
@@ -256,7 +256,7 @@ class SaveAttempt:
     Rank 0 holds the lease. Managers in one process share the lease, so their attempts take turns. On an object store,
     the first save under a lease lists the run in the background, while the ranks upload to private keys; only the
     commit waits for the listing. The two most likely reasons to refuse a save are checked before the uploads: another
-    job's lease, and an existing checkpoint of that name. Later saves under the same lease reuse the listing.
+    job's lease, and an existing checkpoint of the same name. Later saves under the same lease reuse the listing.
 
     Attributes:
         store: Where every rank writes its files.

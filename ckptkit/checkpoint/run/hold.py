@@ -27,7 +27,7 @@ class _Shared:
 
 
 class RunHold:
-    """Holds one manager's lease on the run, and its pin on the checkpoint that the manager loaded, on rank 0.
+    """Holds, on rank 0, one manager's lease on the run, and a pin on the checkpoint that the manager loaded.
 
     All managers in a process share the lease on a root, and their saves take turns. A manager that is never closed
     keeps the lease until the process exits. Later managers in the process share this lease.

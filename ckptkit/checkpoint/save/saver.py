@@ -129,7 +129,7 @@ class Prepared:
     clock: PhaseClock
     aliases: Mapping[str, Mapping[str, str]]
     side_files: Mapping[str, bytes] = field(default_factory=dict)  # on rank 0: additional files that `_index` writes
-    prints: Fingerprints | None = None  # fingerprints of what several ranks have, if there are several ranks
+    prints: Fingerprints | None = None  # of the values that several ranks have; None with a single rank
     failure: Exception | None = None  # an error on this rank after the capture; `publish` reports it to all ranks
     staged: Sequence[torch.Tensor] | None = None  # copies of `plan.tensors`; None if they were not staged
     tellers: tuple[int, ...] = ()

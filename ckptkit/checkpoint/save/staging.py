@@ -73,7 +73,7 @@ class StagingBuffers:
 
 
 def stand_ins(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return tensors of the same shapes and dtypes that use almost no memory.
+    """Return tensors with the shapes and dtypes of `tensors` that use almost no memory.
 
     If a rank has no memory for a snapshot, it sends these tensors to the ranks that wait for its data, and then reports
     its failure.

@@ -91,7 +91,7 @@ class CapturedOptimizer:
     recipes: dict[tuple[str, str], Recipe] = field(default_factory=dict)
     cut: dict[str, ShardLayout] = field(default_factory=dict)  # layouts of the sharded parameters, by FQN
     unshaped: set[str] = field(default_factory=set)  # keys of plain tensors whose shape may differ between ranks
-    joined: set[tuple[str, str]] = field(default_factory=set)  # parts of states that `joined` returned
+    joined: set[tuple[str, str]] = field(default_factory=set)  # keys of the tensors that the function `joined` returned
 
 
 def named_parameters(optimizer: Any, names: Mapping[int, str], what: str) -> dict[str, torch.nn.Parameter]:
@@ -247,7 +247,7 @@ def _container(state: Any, what: str) -> JSON:
 def _capture_states(
     captured: CapturedOptimizer, optimizer: Any, parameters: Mapping[str, torch.Tensor], what: str
 ) -> None:
-    """Add the states of these parameters to `captured`: to its `tensors`, its `masters`, or the JSON in its `tree`."""
+    """Add the states of `parameters` to `captured`: to its `tensors`, its `masters`, or the JSON in its `tree`."""
     import torch
 
     shards = shard_names((p, optimizer.state[p]) for p in parameters.values())
@@ -257,7 +257,7 @@ def _capture_states(
     orders: dict[str, list[int]] = {}
     kinds: dict[str, dict[str, JSON]] = {}
     plain: list[str] = []  # states with plain tensors whose values may differ between ranks
-    seen: dict[Any, list[str]] = {}  # by place in memory: FQN and name of the first state that is this tensor
+    seen: dict[Any, list[str]] = {}  # by location in memory: FQN and name of the first state that is this tensor
     same: list[list[str]] = []
     loose = captured.loose
     for fqn, parameter in parameters.items():
@@ -793,7 +793,7 @@ def group_changes(
 
 
 def _note_split(changes: GroupChanges, live: Sequence[Mapping[str, Any]], indices: Sequence[int], what: str) -> None:
-    """Add a note about the settings that differ between these live groups.
+    """Add a note about the settings that differ between the live groups `indices`.
 
     The groups were one group when they were saved, so the load gives them equal settings.
     """

@@ -114,7 +114,7 @@ def placed(
 
 
 def held_nested(tensors: Mapping[str, torch.Tensor]) -> dict[str, Held]:
-    """Return how the DTensors among these tensors are stored, by key. The other tensors are plain."""
+    """Return how the DTensors among `tensors` are stored, by key. All other tensors are plain."""
     from torch.distributed.tensor import DTensor
 
     return {k: held for k, t in tensors.items() if isinstance(t, DTensor) and (held := _texts(t)) is not None}

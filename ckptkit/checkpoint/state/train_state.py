@@ -106,7 +106,7 @@ _half_loaded: dict[int, tuple[weakref.ref[object], str]] = {}
 
 
 def mark_half_loaded(objects: Iterable[object], url: str) -> None:
-    """Record that a load of the checkpoint at `url` failed while filling these objects."""
+    """Record that a load of the checkpoint at `url` failed while filling `objects`."""
     for item in objects:
         key = id(item)
         try:
@@ -117,7 +117,7 @@ def mark_half_loaded(objects: Iterable[object], url: str) -> None:
 
 
 def clear_half_loaded(objects: Iterable[object]) -> None:
-    """Record that these objects were loaded completely."""
+    """Record that `objects` were loaded completely."""
     if _half_loaded:
         for item in objects:
             _half_loaded.pop(id(item), None)
@@ -241,7 +241,7 @@ class Captured:
     alike: set[str] = field(default_factory=set)  # plain parameters that must be equal on all ranks
     declared: set[str] = field(default_factory=set)  # tensors that the layout declares as parts of global tensors
     unlike: set[str] = field(default_factory=set)  # tensors that the layout declares as "any_replica"
-    globs: dict[str, bool] = field(default_factory=dict)  # layout glob -> whether it matches a tensor here
+    globs: dict[str, bool] = field(default_factory=dict)  # layout glob -> whether it matches a tensor of this rank
 
     def places(self) -> Iterator[tuple[str, str, dict[Any, torch.Tensor], Any]]:
         """Yield (key, stored key, dict that contains the tensor, key in this dict) for each tensor.

@@ -224,7 +224,7 @@ def is_order(order: JSON) -> bool:
 
 
 def in_order(tensor: torch.Tensor, order: list[int]) -> torch.Tensor:
-    """Return a copy of a tensor whose dimensions have this order in memory."""
+    """Return a copy of a tensor whose dimensions have the given order in memory."""
     if tensor.dim() != len(order):
         raise ValueError(f"{order} is not an order of {tensor.dim()} dimensions")
     return tensor.permute(order).contiguous().permute(sorted(range(len(order)), key=order.__getitem__))

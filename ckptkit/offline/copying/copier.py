@@ -70,7 +70,7 @@ class Digested:
         self.rows += _ROW.pack(file, start, nbytes, digest)
 
     def table(self) -> npt.NDArray[np.void]:
-        """Return the rows, with the fields file, start, nbytes, digest."""
+        """Return the digests as a table with the fields file, start, nbytes, digest."""
         table: npt.NDArray[np.void] = np.frombuffer(bytes(self.rows), _COLUMNS).copy()
         return table
 

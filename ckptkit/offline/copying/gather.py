@@ -38,8 +38,8 @@ class Gatherer:
 
     Attributes:
         max_bytes: Maximum memory for one computed tensor and its inputs, in bytes.
-        small, big: Sizes of a tile (the box that is assembled at once) in bytes. A tile normally has `small` bytes. If
-            such small tiles would read the source many times, a tile has up to `big` bytes.
+        small, big: Sizes in bytes of a tile (the box that is assembled at once). A tile normally has `small` bytes. It
+            has up to `big` bytes if the source would otherwise be read many times.
     """
 
     reader: SourceReader
@@ -181,7 +181,7 @@ class Gatherer:
         return infinite
 
     def _run_of(self, target: OutputTensor) -> Range | None:
-        """Return the range of a local file that has exactly an output tensor's bytes, or None if there is none."""
+        """Return the range of a local file that contains exactly an output tensor's bytes, or None if there is none."""
         part = target.only_part if isinstance(target, Target) else None
         if part is None:
             return None

@@ -180,7 +180,7 @@ class Placement:
         return False
 
     def only(self) -> tuple[int, int, int]:
-        """Return the first box's index into `Plan.files`, start in the file, and size (both in bytes)."""
+        """Return the first box's file (an index into `Plan.files`), and its start and size in bytes."""
         return int(self.files[0]), int(self.starts[0]), int(self.nbytes()[0])
 
     def __len__(self) -> int:

@@ -1,8 +1,7 @@
 """Resumes an interrupted command: finds the finished steps whose files still exist.
 
-The interrupted command may have had any number of ranks. A command with a different number of ranks divides the work
-into different steps. So a journal does not record steps: it records the byte ranges that were written and the digests
-that were checked.
+The interrupted command may have had a different number of ranks, and so may have divided the work into different steps.
+So the steps in its journals are converted to the byte ranges that they wrote and the digests that they checked.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ class Share:
 
     @classmethod
     def of(cls, whole: Plan, files: Sequence[int], work: Work, source: Store, *, check: bool) -> Share:
-        """Return the share that consists of these files.
+        """Return the share that consists of `files`.
 
         Its fingerprint `plan` includes ckptkit's version, because another version may divide the work into other steps.
         A source file is identified by its size and modification time and, if it is local, by its inode.
@@ -197,7 +196,7 @@ class _Past:
         for index, step in enumerate(share.work.steps):
             _, first, end = self._placed(share, step)
             own = set(step.records.tolist())
-            at = np.searchsorted(starts, first, side="right") - 1  # the merged range that may contain each range
+            at = np.searchsorted(starts, first, side="right") - 1  # the merged range that may contain the range
             inside = (at >= 0) & (stops[np.maximum(at, 0)] >= end) if len(starts) else np.zeros(len(first), bool)
             if not inside.all() or (not len(first) and not (own and own <= known)):
                 continue

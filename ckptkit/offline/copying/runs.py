@@ -167,7 +167,7 @@ class Work:
     names: Sequence[str]
 
     def describe(self, record: int) -> str:
-        """Return the file that a digest record covers, and a tensor in these bytes, as text for messages."""
+        """Return text for messages: the file of a digest record, and one tensor whose bytes the record covers."""
         path = self.origins[int(self.records.sources[record])].path
         return f"{path}: tensor {self.names[int(self.records.owners[record])]!r}"
 
@@ -188,7 +188,7 @@ class Work:
 
 
 def checking(work: Work, records: Int64) -> Work:
-    """Return work that compares the digests of these records, and copies nothing."""
+    """Return work that only compares the digests `records`, and copies nothing."""
     table, nothing = work.records, np.zeros(len(records), np.int64)
     runs = Runs(
         table.sources[records], table.starts[records], table.nbytes[records], nothing - 1, nothing, nothing,

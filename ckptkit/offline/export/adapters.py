@@ -89,7 +89,7 @@ class AdapterSplit:
 
 
 def without_base(names: Iterable[str]) -> bool:
-    """Return whether these names belong to a LoRA adapter, and the base weights of some adapted module are missing.
+    """Return whether `names` are those of a LoRA adapter, and the base weights of an adapted module are missing.
 
     This is the case in PEFT's own adapter files: they have base weights only for embeddings and fully trained modules.
     """

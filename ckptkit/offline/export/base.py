@@ -241,7 +241,7 @@ def _from_hub(base: str) -> BaseModel:
 
 
 def read_side_files(store: Store, paths: Iterable[str], notes: list[str]) -> dict[str, bytes]:
-    """Return the contents of these files by path.
+    """Return the contents of the files `paths`, by path.
 
     Files that an export must not copy, such as weights, are left out, each with a note.
     """

@@ -34,6 +34,7 @@ def shard_maps(entries: Iterable[TensorEntry], *, when: str = "") -> list[Panel]
     On the page, all maps except the first are collapsed. Layers with the same sharding share a bar, and so do a
     parameter's moments. If there are still too many bars, the shortest are omitted, and the explanation says how many
     tensors are drawn.
+
     `when`, such as " after", is part of each heading.
     """
     every = [entry for entry in entries if entry.numel]

@@ -311,7 +311,7 @@ class TPPlan:
         return plan if any(name.endswith(".self_attn.q_proj.weight") for name in names) else None
 
     def without(self, names: Iterable[str]) -> TPPlan:
-        """Return a plan that does not split these parameters. Used for tied weights, which a split would untie."""
+        """Return a plan that does not split the parameters `names`. Used for tied weights: a split would untie them."""
         return TPPlan({**self.rules, **dict.fromkeys(names)}, self.origin)
 
     def dim(self, fqn: str, shape: tuple[int, ...]) -> int | None:

@@ -3,8 +3,9 @@
 If another program wrote the source as a DCP checkpoint, and the result is also a DCP checkpoint, the result keeps the
 source's keys and pickled objects. A job can then load both checkpoints into the same state, with torch or with ckptkit.
 Otherwise tensors are renamed to `model.<fqn>`, `optimizer.state.<fqn>.<name>` and `optimizer.master.<fqn>`. Objects
-become trees (nested JSON values) in `objects.json`: an optimizer's parameter groups by FQN, a scheduler, and all other
-values under `extra.`. Each object that cannot be converted is listed with the reason.
+become trees (nested JSON values) in `objects.json`. Parameter groups name their parameters by FQN. The keys of all
+values other than optimizers, schedulers and gradient scalers start with `extra.`. Each object that cannot be converted
+is listed with the reason.
 """
 
 from __future__ import annotations

@@ -163,7 +163,7 @@ class _FileHash:
         self._buffer = memoryview(bytearray(min(_CHUNK if reader.is_local else _REMOTE_CHUNK, max(nbytes, 1))))
 
     def hashed(self, boxes: list[_Row]) -> FileRecord:
-        """Hash the file, which contains these boxes. Return its entry in the commit record."""
+        """Hash the file, which contains `boxes`. Return its entry in the commit record."""
         first = 0  # start of the bytes that are not yet hashed
         pending: list[_Row] = []  # boxes in the bytes that are not yet hashed
         for row in boxes:
