@@ -12,6 +12,7 @@ from ckptkit.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
     IncompleteCheckpointError,
+    UnsafePathError,
     UnsafePickleError,
     UnsupportedFormatError,
 )
@@ -105,7 +106,18 @@ def torch_files(store: Store, names: Iterable[str]) -> list[str]:
     found = [name for name in names if name.endswith(TORCH_ENDINGS)]
     if sum(name.endswith(".bin") for name in found) > _MAX_BIN:  # so many files with unusual names must be data
         found = [name for name in found if not name.endswith(".bin") or name in MODEL_FILES]
-    return [n for n in found if not n.endswith(".bin") or store.read(n, 0, 2) in (b"", *TORCH_STARTS)]
+    return [name for name in found if not name.endswith(".bin") or begins_like_torch(store, name)]
+
+
+def begins_like_torch(store: Store, name: str) -> bool:
+    """Return whether a file begins like a file of torch.save, or is empty.
+
+    Returns False for a symlink to a file outside the store, because such a link usually leads to data.
+    """
+    try:
+        return store.read(name, 0, 2) in (b"", *TORCH_STARTS)
+    except (UnsafePathError, FileNotFoundError):
+        return name in MODEL_FILES  # reading it raises an error that names the symlink
 
 
 def model_file(files: Sequence[str]) -> str | None:

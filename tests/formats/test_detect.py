@@ -341,3 +341,14 @@ def test_rank_files_with_different_optimizer_states_are_not_taken_for_copies(tmp
     catalog = open_source(str(lay(tmp_path, files))).catalog
     assert catalog.by_role(Role.OPTIMIZER).keys() == {"optimizer.state.w.exp_avg", "optimizer.state.v.exp_avg"}
     assert catalog.info.step == 3 and catalog.info.notes == ("not read: scaler of rank*.pt.",)
+
+
+@pytest.mark.parametrize("names", [["train.bin"], ["shard_0.bin", "shard_1.bin"]])
+def test_links_to_data_outside_the_directory_are_not_taken_for_checkpoints(names, tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    (tmp_path / "data.bin").write_bytes(b"\x01" * 100)
+    torch.save({"model": {"w": torch.ones(3)}}, run / "ckpt.pt")
+    for name in names:
+        (run / name).symlink_to(tmp_path / "data.bin")
+    assert open_source(str(run)).catalog.info.files.keys() == {"ckpt.pt"}

@@ -15,7 +15,7 @@ from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.pickles.tensors import DTensorRecord, ShardedTensorRecord, StoredTensor, is_tensor
 from ckptkit.formats.pickles.zip import read_archive
 from ckptkit.formats.state_names import MODEL_KEYS, OPTIMIZER_KEY, STEPS
-from ckptkit.formats.torch_save import TORCH_STARTS, may_hold_model, open_file
+from ckptkit.formats.torch_save import begins_like_torch, may_hold_model, open_file
 from ckptkit.formats.trainers import fsdp1_local
 from ckptkit.formats.trainers.optimizer_files import OptimizerState, read_optimizer
 from ckptkit.formats.trainers.rank_files import join_model, read_ranks, recorded_ranks
@@ -191,7 +191,7 @@ def _groups(store: Store, files: Sequence[str]) -> dict[str, dict[int, str]]:
         template: ranks
         for template, ranks in found.items()
         if (template in sure or _NUMBER.sub("", template) in alike)
-        and (not template.endswith(".bin") or store.read(min(ranks.values()), 0, 2) in (b"", *TORCH_STARTS))
+        and (not template.endswith(".bin") or begins_like_torch(store, min(ranks.values())))
     }
 
 
