@@ -40,7 +40,7 @@ class Role(str, enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Digest:
-    """A digest of the bytes [start, start + nbytes) of a slice's file, or of its decoded record if it has a codec.
+    """A digest of the bytes [start, start + nbytes) of a slice's file, or of the decoded record if there is a codec.
 
     The range may be larger than the slice. For example, the CRC-32 of a zip record covers a whole torch storage, which
     may contain more than the slice.

@@ -110,7 +110,7 @@ _source_of = attrgetter("source")
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A tensor to write. `parts` covers each element exactly once.
+    """A tensor to write. Its parts cover each element exactly once.
 
     Attributes:
         name: Name in the result.

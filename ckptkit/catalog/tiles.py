@@ -47,7 +47,7 @@ class Pieces:
 
 
 def pieces(slices: SliceArray, offsets: Int64, sizes: Int64, itemsize: int | Int64) -> Pieces:
-    """Return the intersections of boxes with a tensor's slices, which contain each element of a box exactly once.
+    """Return the intersections of boxes with a tensor's slices. Each element of a box is in exactly one intersection.
 
     Of several replicas, only the first is used. The slices must cover the tensor without partial overlap
     (`TensorEntry.check_coverage`). The boxes may overlap or be empty.

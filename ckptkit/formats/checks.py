@@ -1,4 +1,4 @@
-"""Checks digests while the bytes that they cover are read. The bytes may be read in any order."""
+"""Checks bytes against their digests while the bytes are read, in any order."""
 
 from __future__ import annotations
 
@@ -163,9 +163,9 @@ class Verifier:
         self.proved = table.nbytes == 0
 
     def begin(self, record: int, start: int) -> Run | None:
-        """Return a digest to which the caller adds the record's bytes from `start` on.
+        """Return an unfinished digest, to which the caller adds the record's bytes from `start` on.
 
-        The caller then passes the digest to `end`, or drops it if reading fails. Returns None if the bytes are not
+        The caller then passes this digest to `end`, or drops it if reading fails. Returns None if the bytes are not
         checked, because the record was already checked, or because the bytes are read out of order.
         """
         table = self._table
@@ -182,7 +182,7 @@ class Verifier:
         return first, Crc32(value)
 
     def end(self, record: int, run: Run, stop: int) -> None:
-        """Take the digest from `begin`, to which the caller has added the record's bytes up to `stop`.
+        """Take back the digest that `begin` returned, to which the caller has added the record's bytes up to `stop`.
 
         `stop` must lie inside the record.
 

@@ -271,8 +271,8 @@ def open_source(
 ) -> Source:
     """Open the checkpoint at `url`, a file or a directory. In the directory of a run, open the newest step.
 
-    Steps are compared as numbers (10 is newer than 9). If there are steps, a `latest` file is not followed; if it names
-    a step other than the newest, the source's note says so. If ckptkit committed a checkpoint in a directory,
+    Steps are compared as numbers (10 is newer than 9). If there are steps, a `latest` file is not followed. If the file
+    names a step other than the newest, `Source.note` says so. If ckptkit committed a checkpoint in a directory,
     everything else in that directory is ignored.
 
     Raises:
@@ -583,7 +583,7 @@ def _unread(names: Sequence[str]) -> str:
 
 
 def _beside(place: Candidate, name: str) -> list[str]:
-    """Return the other torch.save files whose names have the same step as this file's name, or a higher one."""
+    """Return the other torch.save files whose names contain the same step as `name`, or a higher step."""
     step = parse_step(name)
     others = ((n, parse_step(n)) for n in place.files if n != name and n.endswith(TORCH_ENDINGS))
     return [n for n, other in others if step and other and (other.step, other.epoch) >= (step.step, step.epoch)]
@@ -592,8 +592,8 @@ def _beside(place: Candidate, name: str) -> list[str]:
 def _numbered_files(place: Candidate) -> list[str]:
     """Return the .ckpt files that are named after a step and may hold a model, newest first.
 
-    If there are none, returns such torch.save files with other endings, but [] if several of these have the newest
-    step. Returns [] if each rank wrote one of the files.
+    If there are none, returns such torch.save files with other endings. Returns [] if several of these have the newest
+    step, or if each rank wrote one of the files.
     """
     saved = [n for n in place.files if n.endswith(".ckpt")]
     steps = ordered(may_hold_model(saved) or saved)

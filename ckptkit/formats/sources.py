@@ -56,7 +56,7 @@ class Origin(NamedTuple):
 
 
 class Range(NamedTuple):
-    """A read that fills `view` from byte `start` of an `Origin`. `record` is the index of the bytes' digest, or -1."""
+    """A read that fills `view` from byte `start` of an origin. `record` is the index of the range's digest, or -1."""
 
     origin: int
     start: int
@@ -178,7 +178,7 @@ class SourceReader:
         self.read_many([Range(origin, start, view)])
 
     def read_many(self, ranges: Sequence[Range]) -> None:
-        """Fill several views, and check the digests.
+        """Fill the view of each range, and check the digests.
 
         Neighbouring ranges of a local file are read in one call if they are given in file order. Reads of a remote
         store are batched.

@@ -325,7 +325,7 @@ def loadable(value: Any, name: str, check: Callable[[Any, str], object], lost: d
 
 
 def extra_keys(names: Iterable[str]) -> dict[str, str]:
-    """Return the key under which ckptkit stores each of another program's objects: "extra." and the object's name.
+    """Return, by name, the keys under which ckptkit stores another program's objects: "extra." and the object's name.
 
     Replaces characters that a key cannot contain. A name without such characters is never changed.
     """

@@ -41,7 +41,7 @@ class SliceCheck:
 
 
 def check_bytes(digest: Digest | None, data: memoryview, path: str, name: str) -> None:
-    """Check the bytes of the entry `name` against its digest. Checks nothing if `digest` is None.
+    """Check `data`, the bytes of the entry `name`, against `digest`. Checks nothing if `digest` is None.
 
     Raises:
         IntegrityError: The bytes differ from the digest. The message names the file and the entry.

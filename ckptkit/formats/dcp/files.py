@@ -168,7 +168,7 @@ class FileJob:
         rows: Indices of the records to write, in order. Indices below `len(frames)` refer to tensors. Larger indices,
             minus `len(frames)`, refer to `records`.
         result: Receives the location of each record.
-        turn: A context manager that is entered while the file is hashed. If each file is uploaded in a single request,
+        turn: A context manager that is held while the file is hashed. If each file is uploaded in a single request,
             this is a semaphore that limits how many files are hashed at once, so that the first files are uploaded
             while other files are hashed.
         digest_s, sync_s: Seconds spent so far on hashing, and on making the file durable.

@@ -34,10 +34,10 @@ from ckptkit.storage.store import Store
 Int64 = npt.NDArray[np.int64]
 Bool = npt.NDArray[np.bool_]
 
-_FEW = 16  # if a tensor has more slices, those outside the box are left out first
+_FEW = 16  # if a tensor has more slices, the slices outside the box are left out first
 _SMALL = 1 << 20  # a region of at most this size that must be cast or copied is read into its own buffer
 _BATCH = 8 << 20  # bytes that a thread reads, or checks, at a time
-_BATCH_REMOTE = 64 << 20  # the same on an object store, where they are read by several concurrent requests
+_BATCH_REMOTE = 64 << 20  # the same on an object store, where several concurrent requests read the bytes
 _TILE = 32 << 20  # buffer size for larger regions
 
 
@@ -234,7 +234,7 @@ class Filler:
         return found
 
     def _part(self, reads: _Reads, row: int) -> torch.Tensor:
-        """Return the part of the target that a region fills, as a view."""
+        """Return a view of the part of a target that region `row` fills."""
         target = self._wanted[reads.owners[row]].target
         first = reads.sizes.shape[1] - target.dim()
         return part_of(target, reads.offsets[row, first:].tolist(), reads.sizes[row, first:].tolist())

@@ -92,8 +92,8 @@ class RankPart:
     The report takes 40 bytes per slice, plus 16 bytes per dimension of each slice.
 
     Attributes:
-        written: Locations of the slices, then of the objects. `key` in a row is a position in the concatenation of
-            the keys in `table` and the keys in `private`.
+        written: Locations of the slices, then of the objects. `key` in a row is an index into the keys in `table`,
+            followed by those in `private`.
         boxes: Offsets and sizes of each slice, concatenated over all slices.
         digest: A hash that identifies `table`, even if this rank does not send the table.
         table: Result of `key_table`, or None if a lower rank sends the same table.
@@ -262,7 +262,7 @@ class SaveIndex:
         return RankSlices(numbers[rows["key"][:count]], rows[:count], part.boxes, rank, first_path)
 
     def _add(self, key: PlannedKey, meshes: Sequence[int], rank: int) -> int:
-        """Return the index of the tensor for which a rank has this key. Adds the tensor if it is new."""
+        """Return the index of the tensor with the key `key` of a rank. Adds the tensor if it is new."""
         name, dtype, shape, path, placed = key
         known = self._keys.get(name)
         if known is None:
@@ -348,7 +348,7 @@ class SaveIndex:
     # --- contents
 
     def entries(self) -> Iterator[tuple[PlannedKey, slice, Int64, Int64]]:
-        """Yield each tensor's key, the rows that describe its slices, and the offsets and sizes of these slices."""
+        """Yield each tensor's key, the index range of its slices, and the offsets and sizes of these slices."""
         start, element = 0, 0
         for key, stop in zip(self._keys.values(), self.stops.tolist(), strict=True):
             ndim = len(key.shape)

@@ -210,7 +210,7 @@ class LocatedSlices(SliceArray):
 
 
 def find_opaque(slices: LocatedSlices) -> bool:
-    """Locate the slices of this tensor only, not its whole batch. Return whether it can't be read as plain memory."""
+    """Locate one tensor's slices, without the rest of its batch. Return whether it can't be read as plain memory."""
     _Locator(slices.items, [slices.tensor]).run()
     return slices.tensor in slices.items.opaque
 
@@ -418,7 +418,7 @@ class _Locator:
             )
 
     def _put(self, rows: Int64, tensor: StoredTensor, begins: Int64 | int, crcs: UInt64 | int) -> None:
-        """Fill in the rows (in `Items`) of items that have the layout of `tensor`.
+        """Fill in `rows`, the rows in `Items` of items that have the layout of `tensor`.
 
         Args:
             begins: Where each item's storage starts in the file.

@@ -386,7 +386,7 @@ def _cut_by_mesh(name: str, value: DTensor, meshes: dict[DeviceMesh, int]) -> _C
             turn = turn * mesh.size(dim) + coordinate[dim]
             count *= mesh.size(dim)
     if 0 in shape and any(c for c, p in zip(coordinate, placements, strict=True) if not isinstance(p, Replicate)):
-        turn = count  # no turn for this rank, because one record is enough for an empty tensor
+        turn = count  # this rank writes nothing, because one record is enough for an empty tensor
     return _Cut(
         dtype,
         _dtype_name(dtype),

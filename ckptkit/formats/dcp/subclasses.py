@@ -123,7 +123,7 @@ def describe(recipe: Recipe, live: torch.Tensor | None = None) -> str:
     Args:
         recipe: The tensor's recipe. If it is None, the tensor is a plain tensor or an empty shard. (An optimizer that
             quantizes its states does not quantize empty shards.)
-        live: The live optimizer state, which shows whether it is an empty shard.
+        live: The live optimizer state. Its size shows whether the tensor is an empty shard.
     """
     if not isinstance(recipe, Mapping):
         is_empty = live is not None and not local_part(live).numel()

@@ -80,7 +80,7 @@ def unpack(data: bytes | bytearray | memoryview, *, file: str) -> Columns:
         file: Name of the data for error messages.
 
     Raises:
-        CorruptCheckpointError: `pack` did not write these bytes.
+        CorruptCheckpointError: `data` is not a result of `pack`.
     """
     view = memoryview(data)
     if len(view) < 8:

@@ -81,7 +81,7 @@ def open_catalog(store: Store, *, options: ReadOptions = ReadOptions()) -> Catal
     Raises:
         CheckpointNotFoundError: There are no rank files.
         IncompleteCheckpointError: A rank's file is missing.
-        CorruptCheckpointError: A header violates this format.
+        CorruptCheckpointError: A header violates the LOCAL format.
     """
     found = {int(m[1]): item for item in store.list() if (m := _FILE.fullmatch(item.path))}
     if not found:

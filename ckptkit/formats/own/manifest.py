@@ -12,13 +12,13 @@ of slices, which are in tensor order. A column of length E has one number per di
     tensor.fqn                   [2T] i32  where the FQN starts and stops in the name
     tensor.placement             [T] i32   index into the header's "placements", -1 for none
     tensor.parts                 number of components of the path in the state dict
-    tensor.part                  for each component: length of the dict key in the name, or -1 - i for list index i
+    tensor.part                  for each component: length of a dict key (part of the name), or -1 - i for list index i
     slice.file, .rank            [N] i32
     slice.start, .nbytes         [N] i64
     slice.offset, .size          [E] i64
     slice.<digest>               [N] u64   of the slice's bytes; absent if there are no digests
-    stride.row, .value           the few slices that are not row-major
-    objects, object.*            the same for non-tensor entries; small values are in the header
+    stride.row, .value           index and strides of each slice that is not row-major
+    objects, object.*            names and columns of the non-tensor entries; small values are in the header
 
 The catalog's `info.extra["meshes"]` and `info.extra["placements"]` (see `MESHES`, `PLACEMENTS`) describe how each
 tensor was placed. Resharding a LOCAL checkpoint needs both.
@@ -201,7 +201,7 @@ _OBJECT_COLUMNS = (
 
 @dataclass(frozen=True, slots=True)
 class Tensors:
-    """The tensors of a manifest as columns. `slice_stop` is the index after a tensor's last row in `Slices`."""
+    """The tensors of a manifest as columns. `slice_stop` is the index after each tensor's last slice in `Slices`."""
 
     names: list[str]
     dtypes: list[str]
@@ -353,7 +353,7 @@ class Manifest:
 
 
 def _decode(columns: Columns) -> Manifest:
-    """Return the manifest in these columns. Checks all indices."""
+    """Return the manifest that `columns` contain. Checks all indices."""
     found = columns.field("format", int)
     if found != VERSION:
         raise UnsupportedFormatError(
@@ -530,7 +530,7 @@ class Entries(Mapping[str, TensorEntry]):
         self._strided = sorted(manifest.slices.strides)
 
     def row(self, name: str) -> int | None:
-        """Return the tensor's row in the manifest, or None if there is no such tensor."""
+        """Return the tensor's index in the manifest, or None if there is no such tensor."""
         return self._index.get(name)
 
     def __len__(self) -> int:

@@ -27,7 +27,7 @@ _Bytes = memoryview | bytes
 
 
 def parts_of(found: Iterable[Part]) -> list[Part]:
-    """Return, in file order, the slices and other large records that a file's outline replaces by digests."""
+    """Return, in file order, the slices and other records in `found` that a file's outline replaces by digests."""
     parts: list[Part] = []
     at = 0
     for start, nbytes, digest in sorted(set(found)):

@@ -320,7 +320,7 @@ def role_of(name: str, path: tuple[str | int, ...] = ()) -> tuple[Role, str, str
     the key `model_<name>.<fqn>` has the FQN `<name>.<fqn>`.
 
     Args:
-        path: The components of a nested key, if known. The key alone does not show them, because names contain dots.
+        path: The components of a nested key, if known. `name` alone does not show them, because it contains dots.
     """
     top, _, rest = name.partition(".")
     kind, _, label = top.partition("_")
