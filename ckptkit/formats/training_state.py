@@ -134,23 +134,27 @@ class SavedOptimizer:
         """
         shapes = self.shapes()
         numbers = [[str(param) for param in group["params"]] for group in self.groups]
-        wanted = [[_full_shape(shapes.get(number, ())) for number in group] for group in numbers]
+        wanted = [[full_shape(shapes.get(number, ())) for number in group] for group in numbers]
         found = assign(params, wanted, [group.get("weight_decay") == 0 for group in self.groups])
         if found is None:
             return None
         return {n: fqn for ns, fqns in zip(numbers, found, strict=True) for n, fqn in zip(ns, fqns, strict=True)}
 
 
-def _full_shape(shapes: Collection[tuple[int, ...]]) -> tuple[int, ...] | None:
+def full_shape(shapes: Collection[tuple[int, ...]]) -> tuple[int, ...] | None:
     """Return the parameter's shape, given the shapes of its states.
 
-    This is the shape with the most dimensions, because a factored state has fewer dimensions than its parameter.
-    Returns None if there are no shapes. If several shapes have the most dimensions, returns (-1,), which fits no
+    This is the shape with the most dimensions, because a factored state has fewer dimensions than its parameter. The
+    factored states of torch's Adafactor, [n, 1] and [1, m], give [n, m].
+    Returns None if there are no shapes. If the states do not determine the shape, returns (-1,), which fits no
     parameter.
     """
     most = max(map(len, shapes), default=0)
     longest = [shape for shape in shapes if len(shape) == most]
-    return (longest[0] if len(longest) == 1 else (-1,)) if longest else None
+    if not longest:
+        return None
+    sizes = [{size for size in found if size != 1} or {1} for found in zip(*longest, strict=True)]
+    return tuple(found.pop() for found in sizes) if all(len(found) == 1 for found in sizes) else (-1,)
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,6 +33,7 @@ from ckptkit.formats.training_state import (
     SavedOptimizer,
     TrainingState,
     extra_keys,
+    full_shape,
     in_natural_order,
     is_usual_scheduler,
     loadable,
@@ -599,7 +600,8 @@ def _by_position(saved: SavedOptimizer, key: str, state: TrainState) -> dict[str
 def _fits(states: Collection[tuple[int, ...]], shape: tuple[int, ...]) -> bool:
     """Return whether states with the shapes `states` can belong to a parameter of `shape`.
 
-    At least one state must have the parameter's shape or, like Adafactor's, this shape without one of the last two
-    dimensions.
+    At least one state must have the parameter's shape or, like the states of transformers' Adafactor, this shape
+    without one of the last two dimensions. The states of torch's Adafactor must have this shape together.
     """
-    return not states or any(found in (shape, shape[:-1], (*shape[:-2], *shape[-1:])) for found in states)
+    whole = (shape, shape[:-1], (*shape[:-2], *shape[-1:]))
+    return not states or full_shape(states) == shape or any(found in whole for found in states)

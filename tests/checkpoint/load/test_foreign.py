@@ -290,6 +290,27 @@ def test_optimizer_states_that_are_plain_numbers_are_restored(kind, tmp_path):
         assert kind is not Counting or state["RMS"] == 0.25
 
 
+@pytest.mark.parametrize("groups", [1, 2])
+def test_factored_states_of_numbered_parameters_are_matched_by_order(groups, tmp_path):
+    def made(seed: int, groups: int = 1) -> tuple[Any, Any]:
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(4, 3, bias=False), nn.Linear(3, 5))
+        params = [*model.parameters()]
+        return model, torch.optim.Adafactor([{"params": params[i::groups]} for i in range(groups)])
+
+    model, optimizer = made(0)
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    (tmp_path / "theirs").mkdir()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "theirs" / "ckpt.pt")
+    new, resumed = made(1, groups)
+    load(TrainState(model=new, optimizer=resumed), str(tmp_path / "theirs"), tmp_path)
+    for mine, theirs in zip(model.parameters(), new.parameters(), strict=True):
+        assert optimizer.state[mine].keys() == resumed.state[theirs].keys()
+        for name, value in optimizer.state[mine].items():
+            assert torch.equal(value, resumed.state[theirs][name])
+
+
 @pytest.mark.parametrize("steps", [0, 1])
 def test_an_error_names_a_moment_that_one_parameter_lacks(steps, tmp_path):
     model, optimizer = stepped(2)
