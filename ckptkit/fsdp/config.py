@@ -137,9 +137,9 @@ class FSDPConfig:
     """Whether each unit's floating-point inputs are cast to the compute dtype."""
 
     gradient_divide_factor: float | None = None
-    """The divisor of the sum of the gradients. None means the number of data-parallel and context-parallel ranks.
+    """The divisor of the gradients after they are summed over the data-parallel and context-parallel ranks.
 
-    Gradients are summed over these ranks. Use 1.0 if the loss is already divided by the number of tokens on all ranks.
+    None means the number of these ranks. Use 1.0 if the loss is already divided by the number of tokens on all ranks.
     """
 
     force_sum_reduction_for_comms: bool = False
@@ -153,7 +153,7 @@ class FSDPConfig:
     """
 
     backward_prefetch: BackwardPrefetch | int = BackwardPrefetch.BACKWARD_PRE
-    """The time at which backward gathers the next unit. A number explicitly prefetches that many units."""
+    """When backward gathers the next unit. A number prefetches that many units."""
 
     forward_prefetch: bool | int = False
     """True prefetches the next unit during forward. A number prefetches that many units."""

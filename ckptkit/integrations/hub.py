@@ -103,6 +103,6 @@ def _visible(place: Path) -> Iterator[str]:
 
 
 def _is_of_the_network(error: Exception) -> bool:
-    """Return whether this error was raised by the HTTP library of the installed version of huggingface_hub."""
+    """Return whether `error` was raised by the HTTP library of the installed version of huggingface_hub."""
     roots = {kind.__module__.partition(".")[0] for kind in type(error).__mro__}
     return bool(roots & {"requests", "urllib3", "httpx", "httpx2", "httpcore"})

@@ -96,7 +96,7 @@ class StopSignal:
         return agreed
 
     def problem(self, exception: BaseException) -> str | None:
-        """Return why no checkpoint can be saved after this exception, or None if one can be saved.
+        """Return why no checkpoint can be saved after `exception`, or None if one can be saved.
 
         Waits at most about two minutes for other ranks.
         """

@@ -303,7 +303,7 @@ def _fault_of(refuse: Callable[[], None]) -> Iterator[str]:
 
 
 def check_source_files(store: Store, entries: Iterable[TensorEntry]) -> None:
-    """Raise if a file with data of these tensors is missing or truncated. Call this before anything is written.
+    """Raise if a file with data of `entries` is missing or truncated. Call this before anything is written.
 
     Raises:
         IncompleteCheckpointError: The message names the file, and the ranks that wrote it.

@@ -241,7 +241,7 @@ class NameFilter:
     _used: set[str] = field(default_factory=set)  # the globs that have matched a name
 
     def __call__(self, *names: str) -> bool:
-        """Return whether to compare a tensor that has these names (such as the FQN and the key)."""
+        """Return whether to compare a tensor that has the names `names` (such as the FQN and the key)."""
 
         def matches(patterns: Sequence[str]) -> bool:
             found = {pattern for pattern in patterns if any(fnmatch.fnmatchcase(name, pattern) for name in names)}

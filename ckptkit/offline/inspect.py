@@ -190,7 +190,7 @@ def _cut(entry: TensorEntry) -> str:
 def _tied(catalog: Catalog, model: Iterable[_Sized]) -> dict[str, str]:
     """Return a mapping from each tied tensor to the tensor with which it shares its bytes.
 
-    Finds the ties that the checkpoint records, and tensors whose bytes are in the same place of the same file.
+    Finds the ties that the checkpoint records, and tensors whose bytes are at the same offsets of the same file.
     """
     found: dict[str, str] = {}
     for names in catalog.info.extra.get("aliases", {}).values():

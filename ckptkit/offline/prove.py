@@ -41,7 +41,7 @@ Int64 = npt.NDArray[np.int64]
 
 
 def fingerprint_of(data: Bytes, box: Box, shape: tuple[int, ...], itemsize: int) -> Fingerprint:
-    """Return the contribution of a box to the fingerprint of a tensor of this shape.
+    """Return the contribution of a box to the fingerprint of a tensor of shape `shape`.
 
     Args:
         data: The box's bytes, row-major.

@@ -295,7 +295,7 @@ def _is_there(source: Source) -> bool:
 
 
 def _is_of(source: Source, record: CommitRecord) -> bool:
-    """Return whether the catalog was read from the files that this record committed."""
+    """Return whether the source's catalog was read from the files that `record` committed."""
     prefix = f"{record.data}/" if record.data else ""
     committed = {prefix + path: item.digest for path, item in record.files.items()}
     return source.catalog.info.extra.get("digests") == committed

@@ -51,7 +51,7 @@ class Known:
         return found[1] if found is not None and tag and found[0] == tag else None
 
     def put(self, name: str, tag: str, data: bytes) -> None:
-        """Cache the content of `name` with this tag. An empty tag removes `name` from the cache."""
+        """Cache the content of `name` with the tag `tag`. An empty tag removes `name` from the cache."""
         with self._lock:
             before = self._held.pop(name, None)
             self._nbytes -= len(before[1]) if before else 0

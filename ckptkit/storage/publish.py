@@ -190,7 +190,7 @@ def _clean(parent: LocalStore, leftover: Leftover, replaceable: Replaceable | No
 
 
 def finish_replacement(parent: LocalStore, leftover: Leftover) -> bool:
-    """Finish the replacement of a target by a writer that died after it had moved the old target away.
+    """Finish the replacement of a target whose writer died after it had moved the old target away.
 
     Publishes the writer's staging directory and returns True. Returns False if there is no such replacement.
     """

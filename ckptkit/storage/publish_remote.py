@@ -146,7 +146,7 @@ def _taken(url: str) -> str:
 def stage_object(target: RemoteStore, name: str, *, replaceable: Replaceable | None) -> Iterator[Store]:
     """Yield a store in which to write the single object `name`.
 
-    First aborts a dead writer's uploads of this object. An existing object stays until the block succeeds. Then one
+    First aborts a dead writer's uploads of `name`. An existing object stays until the block succeeds. Then one
     copy request replaces it.
 
     Raises:
@@ -209,7 +209,7 @@ class _Previous:
 
 
 class _Place:
-    """A directory on an object store, and the owner file with which this process takes it."""
+    """A directory on an object store, and the owner file that makes it this process's own."""
 
     def __init__(self, target: RemoteStore, last: frozenset[str], names: Mapping[str, int] | None) -> None:
         self.store = target

@@ -403,7 +403,7 @@ def _files(bucket: str, page: Any) -> list[Entry]:
 
 
 def _combined_tag(tags: Sequence[str]) -> str:
-    """Return the ETag of an object whose parts have these ETags.
+    """Return the ETag of an object whose parts have the ETags `tags`.
 
     It consists of the MD5 of the parts' MD5s, a "-" and the number of parts. Returns "" if it can't be computed.
     """

@@ -546,8 +546,8 @@ def _numbered_parameters(
 ) -> dict[str, str]:
     """Map each numbered parameter to its live FQN. Return {} if the saved groups contain names.
 
-    Uses the names that torch saves beside the numbers if the live optimizer has a parameter of any of these names.
-    Otherwise, adds a note that the parameters were matched by order.
+    If the live optimizer has parameters with names that torch saves beside the numbers, uses these names. Otherwise,
+    adds a note that the parameters were matched by order.
     """
     names, numbers = parameter_names(state), {str(number) for group in saved.groups for number in group["params"]}
     live = {names.get(id(p), "") for group in _live(state, key).param_groups for p in group["params"]}

@@ -121,8 +121,7 @@ def _tied(catalog: Catalog, targets: Mapping[str, Target]) -> dict[str, Target]:
 def entry_of(target: Target, sources: Mapping[str, TensorEntry]) -> TensorEntry:
     """Return a catalog entry for a tensor that a key map makes from parts of other tensors (`sources`).
 
-    The entry's slices refer to the files of these tensors. Each slice has the digest of the stored slice that contains
-    it.
+    The entry's slices refer to the files of `sources`. Each slice has the digest of the stored slice that contains it.
     """
     named = target.sources
     listed = ", ".join(named[:_SHOWN]) + (f" and {len(named) - _SHOWN} more" if len(named) > _SHOWN else "")

@@ -478,7 +478,8 @@ class _Planner:
     def exact(self, prefix: str, names: Sequence[str], entry: TensorEntry, live: torch.Tensor) -> TensorEntry:
         """Return the saved tensor from which to load a weight.
 
-        If the saved weight has a different dtype than the live weight, this is the saved fp32 master weight, if any.
+        This is the saved weight, with one exception: if its dtype differs from the live weight's, and the checkpoint
+        has an fp32 master weight, it is the master weight.
         """
         if entry.dtype == dtype_name(live.dtype):
             return entry
@@ -883,7 +884,7 @@ class _Planner:
 
 
 def is_recipe(recipe: JSON) -> bool:
-    """Return whether this JSON value has the fields of a recipe, which describes how a tensor subclass is split."""
+    """Return whether a JSON value has the fields of a recipe, which describes how a tensor subclass is split."""
     inner = recipe.get("inner") if isinstance(recipe, dict) else None
     return isinstance(inner, dict) and "context" in recipe and all(isinstance(spec, dict) for spec in inner.values())
 
@@ -994,8 +995,8 @@ def _lacking_states(plan: OptimizerPlan) -> list[str]:
 
     A live state that has its parameter's shape is missing if it is not saved. If a parameter has no live states yet, or
     if any of its live states is not saved, its saved states are also compared with those of the other parameters in the
-    group. If another parameter has the same saved states and more, the additional states are missing, too: for example,
-    exp_avg_sq is missing if this parameter has only exp_avg, and another parameter has both.
+    group. States that another parameter has in addition to all of these are missing, too. For example, exp_avg_sq is
+    missing if one parameter has only exp_avg, and another has both.
     """
     lacking: list[str] = []
     names = {id(parameter): fqn for fqn, parameter in plan.parameters.items()}

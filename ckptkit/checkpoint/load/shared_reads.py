@@ -94,7 +94,7 @@ class _Message:
 
 
 def _messages(share: Sequence[torch.Tensor]) -> Iterator[_Message]:
-    """Split the tensors that a rank sends into messages.
+    """Divide `share`, the tensors that a rank sends, into messages.
 
     Large tensors in host memory are sent without a copy. All other tensors are copied, several to a message.
     """

@@ -189,7 +189,7 @@ class RemotePlace:
         self.path = f"{name}/{save_id}"
         self.store = attempt_store(root, self.path)
         self.free_at = -LOOK_S
-        """The last time (`time.monotonic`) at which a check found no checkpoint with this name."""
+        """The last time (`time.monotonic`) at which no checkpoint had the attempt's name."""
         self._replaced: CommitRecord | None = None
         self._published = False
         self._may_appear = False  # whether a failed upload of the record may still take effect
@@ -222,7 +222,7 @@ class RemotePlace:
         _check_files(self.store.url, own, found)
 
     def look_free(self) -> None:
-        """Raise CheckpointExistsError if a checkpoint has this name.
+        """Raise CheckpointExistsError if a checkpoint already has the attempt's name.
 
         Skips the check if `publish` itself detects such a checkpoint, or if a recent check found the name free.
         """

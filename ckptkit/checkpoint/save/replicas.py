@@ -245,7 +245,7 @@ def _is_by_mesh(kind: int) -> bool:
 
 @lru_cache(maxsize=1 << 10)
 def _class_by_mesh(layout: ShardLayout, rank: int) -> int:
-    """Return the fingerprint class (see `Fingerprints`) of a DTensor with this layout.
+    """Return the fingerprint class (see `Fingerprints`) of a DTensor with the given layout.
 
     Returns 0 if no other rank has a copy of this rank's part.
     """

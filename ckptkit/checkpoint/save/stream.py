@@ -98,7 +98,7 @@ def open_stream(
 
 
 def phases_of(files: Sequence[WrittenFile], seconds: float) -> list[tuple[str, float, int]]:
-    """Split `seconds`, the total time for writing these files, into the phases digest, sync and write."""
+    """Split `seconds`, the total time for writing `files`, into the phases digest, sync and write."""
     nbytes = sum(item.nbytes for item in files)
     spent = {phase: sum(item.seconds[phase] for item in files) for phase in ("digest", "sync")}
     spent["write"] = max(0.0, seconds - sum(spent.values()))

@@ -219,7 +219,7 @@ def order_of(tensor: torch.Tensor) -> list[int] | None:
 
 
 def is_order(order: JSON) -> bool:
-    """Return whether this JSON value is an order of dimensions."""
+    """Return whether a JSON value is an order of dimensions."""
     return isinstance(order, list) and all(type(dim) is int for dim in order) and sorted(order) == [*range(len(order))]
 
 
@@ -231,7 +231,7 @@ def in_order(tensor: torch.Tensor, order: list[int]) -> torch.Tensor:
 
 
 def _is_torchs(value: Any) -> bool:
-    """Return whether torch has this numpy value's dtype: a number, but no long double, and no swapped bytes."""
+    """Return whether torch has the dtype of a numpy value: numbers, but no long doubles or swapped bytes."""
     return value.dtype.kind in "biufc" and value.dtype.isnative and value.dtype.char not in "gG"
 
 

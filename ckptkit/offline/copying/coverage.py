@@ -102,8 +102,7 @@ def _check_boxes(tensor: OutputTensor, offsets: Int64, sizes: Int64, what: str) 
 def _check_file(file: OutputFile, starts: Int64, lengths: Int64) -> None:
     """Check that a file has no gaps or overlaps.
 
-    The file consists of its literals (bytes known without reading tensors), and of boxes with these offsets and
-    lengths.
+    The file consists of its literals (bytes known without reading tensors), and of boxes at the offsets `starts`.
     """
     extents = getattr(file.literals, "extents", None)
     if extents is not None:  # one range per box, sorted by start, to avoid creating a million literals

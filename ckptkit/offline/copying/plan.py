@@ -176,7 +176,7 @@ class Placement:
         )
 
     def is_all_of(self, shape: tuple[int, ...]) -> bool:
-        """Return whether this placement is known to be a single box that covers a tensor of this shape."""
+        """Return whether this placement is known to be a single box that covers a tensor of shape `shape`."""
         return False
 
     def only(self) -> tuple[int, int, int]:

@@ -307,7 +307,7 @@ def target_parameters(config: Mapping[str, Any]) -> list[str]:
 
 
 def is_of_parameter(config: Mapping[str, Any], module: str) -> bool:
-    """Return whether the config's target_parameters include any parameter of this module."""
+    """Return whether the config's target_parameters include any parameter of `module`."""
     owners = [key.rpartition(".")[0] for key in target_parameters(config)]
     return any(not owner or module == owner or module.endswith(f".{owner}") for owner in owners)
 

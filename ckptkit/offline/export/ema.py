@@ -103,14 +103,14 @@ def _named(
 
 
 def _variants(model: Mapping[str, TensorEntry]) -> list[dict[str, str]]:
-    """Return mappings from the names that an EMA may use to the FQNs: the FQNs, or the FQNs without the first part."""
+    """Return mappings from an EMA's possible names (FQNs, or FQNs without their first component) to FQNs."""
     whole = {name: name for name in model}
     inner = {name.partition(".")[2]: name for name in model}
     return [whole, inner] if len(inner) == len(whole) else [whole]
 
 
 def _is_inline(catalog: Catalog, front: str, name: str) -> bool:
-    """Return whether this tensor's value is stored inside the object that contains the EMA."""
+    """Return whether the value of the average `name` is stored inside the object that contains the EMA."""
     holder = catalog.objects.get(front.removesuffix("."))
     if holder is None or holder.encoding != "value":
         return False

@@ -83,12 +83,12 @@ def config_ties(config: Mapping[str, Any] | None) -> bool | None:
 
 
 def is_embedding(name: str) -> bool:
-    """Return whether this is a token embedding's name."""
+    """Return whether `name` is a token embedding's name."""
     return ends_like(name, _EMBEDDINGS)
 
 
 def is_head(name: str) -> bool:
-    """Return whether this may be an output head's name. Other modules may have such a name, too."""
+    """Return whether `name` may be an output head's name. Other modules may have such a name, too."""
     return ends_like(name, _HEADS) or name in _WHOLE_HEADS
 
 

@@ -158,7 +158,7 @@ def _cell(x: float, middle: float, width: float, title: str = "") -> str:
 
 
 def _look(change: float) -> str:
-    """Return the SVG attributes of cells with this relative change. Each factor of ten has three shades."""
+    """Return the SVG attributes of cells with the relative change `change`. Each factor of ten has three shades."""
     if change == 0:
         return 'class="equal"'
     if not math.isfinite(change):

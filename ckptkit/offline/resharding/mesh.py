@@ -190,7 +190,7 @@ def _boxes(mesh: TargetMesh, shape: tuple[int, ...], fsdp: int | None, tp: int |
 
 
 def _take_chunk(offsets: Int64, sizes: Int64, dim: int, parts: int, index: Int64) -> None:
-    """Narrow each box (one per row) along `dim` to one of `parts` chunks, whose number is in `index`.
+    """Narrow each box (one per row) along `dim` to one of `parts` chunks. `index` says to which.
 
     A chunk has ceil(n / parts) elements. The last chunks may be shorter or empty.
     """
@@ -225,7 +225,7 @@ def _sizes(text: str | Mapping[str, int] | None) -> tuple[dict[str, int], tuple[
 
 
 def cut_of_placements(names: Sequence[str], texts: Sequence[str]) -> Cut:
-    """Return the sharding (`Cut`) of a tensor with these placements on a mesh with these dimension names.
+    """Return the sharding (`Cut`) of a tensor with the placements `texts` on the mesh dimensions `names`.
 
     "tp" or a synonym in a dimension's name means tensor parallelism, and "shard" or a synonym means FSDP. If the names
     do not show this ("dim0"), the order decides, because FSDP2 keeps tensor parallelism innermost. The first shard and
