@@ -1,11 +1,11 @@
-"""Reads DeepSpeed's MoE experts. Each expert has its own file for the weights. Its optimizer state is partitioned.
+"""Reads DeepSpeed's MoE experts: one file of weights for each expert, and the experts' optimizer state.
 
-The partitions are on the ranks that hold the expert. In the optimizer files and `param_shapes`, the experts of each
-rank are numbered from 0. The experts' own files, and the names returned by this module, number all experts of a layer
-across the ranks (deepspeed/runtime/engine.py: _save_moe_checkpoint).
+An expert's optimizer state is partitioned over the ranks that hold the expert. In the optimizer files and
+`param_shapes`, the experts of each rank are numbered from 0. The experts' own files, and the names returned by this
+module, number all experts of a layer across the ranks (deepspeed/runtime/engine.py: _save_moe_checkpoint).
 
 With E expert parallel ranks, rank r of the job has the experts of expert parallel rank r % E. If the job's config sets
-use_data_before_expert_parallelism, rank r has those of expert parallel rank r // (ranks / E) instead
+use_data_before_expert_parallelism, rank r has the experts of expert parallel rank r // (ranks / E) instead
 (deepspeed/utils/groups.py).
 """
 

@@ -179,7 +179,7 @@ def check_layout(
     """Compare fp32 master weights with low-precision weights if the positions of a group's parameters are uncertain.
 
     The positions are uncertain if the recorded positions differ from those computed from the shapes. In a flat group of
-    experts, one parameter is always compared. No file records which experts a rank has. ckptkit computes them from the
+    experts, one parameter is always compared. No file records which experts a rank has. ckptkit computes this from the
     rank, and the result could be wrong. Reads a few kilobytes per parameter.
 
     Args:
@@ -238,6 +238,6 @@ def add_moments(optimizer: OptimizerState, group: FlatGroup, names: Mapping[str,
 
 
 def settings(params: Sequence[Iterable[str]], optims: OptimStates) -> dict[str, ObjectEntry]:
-    """Return the settings of the parameter groups (lr, betas). "params" of each group lists the given names."""
+    """Return the settings of the parameter groups (lr, betas). The "params" of each group are the names in `params`."""
     groups = [{**given, "params": list(names)} for given, names in zip(optims.param_groups, params, strict=False)]
     return group_objects(groups, {})

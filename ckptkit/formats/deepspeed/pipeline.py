@@ -1,7 +1,7 @@
 """Reads DeepSpeed pipelines: one file per layer and, for each stage, a model file and the optimizer's partitions.
 
 Names follow PipelineModule: the number of the layer, then the name within the layer. Several layers may share a
-module. Each of these layers has the module's parameters in its file. The optimizer of each stage names the parameters
+module. Each of these layers has the module's parameters in its file. The optimizer of each stage names these parameters
 `tied_modules.<key>.<name>` (deepspeed/runtime/pipe/module.py).
 """
 

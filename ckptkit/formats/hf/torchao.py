@@ -40,7 +40,7 @@ def stored_name(name: str) -> str:
 def found_recipes(
     headers: Iterable[Mapping[str, str]], tensors: Mapping[str, tuple[str, tuple[int, ...]]], path: str
 ) -> tuple[dict[str, Recipe], dict[str, str]]:
-    """Return recipes that describe a checkpoint's quantized weights, and the catalog names of their stored tensors.
+    """Return a checkpoint's recipes of quantized weights, and the catalog names of these weights' stored tensors.
 
     Args:
         headers: The `__metadata__` of each file.

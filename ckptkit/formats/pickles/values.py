@@ -47,7 +47,7 @@ def numpy_array(shape: Any, dtype: np.dtype[Any], fortran: Any, raw: Any) -> np.
 
 
 def numpy_scalar(dtype: np.dtype[Any], raw: Any) -> Any:
-    """Return the number or string that the bytes represent."""
+    """Return the number or string that the bytes `raw` represent."""
     if not isinstance(raw, bytes) or len(raw) != dtype.itemsize:
         raise ValueError("a numpy scalar's data do not fit its dtype")
     return np.frombuffer(raw, dtype)[0] if raw else np.zeros((), dtype)[()]

@@ -39,7 +39,7 @@ class Member:
     """A member of an archive.
 
     Attributes:
-        crc32: None if unknown.
+        crc32: The recorded CRC-32 of the member, or None if unknown.
         header: Offset of the local header from the start of the archive.
     """
 

@@ -1,6 +1,6 @@
 """Reads the FSDP checkpoints of accelerate and the Hugging Face Trainer, with any state-dict type.
 
-The names, for model number i and rank r (versions before 0.25 omit `_fsdp`):
+The file names, for model number i and rank r (versions before 0.25 omit `_fsdp`):
 
 - SHARDED: the DCP checkpoints `pytorch_model_fsdp_<i>/` and `optimizer_<i>/`.
 - SHARDED, saved without DCP: `pytorch_model_fsdp_<i>_rank<r>.bin` and `optimizer_<i>_rank<r>.bin`.

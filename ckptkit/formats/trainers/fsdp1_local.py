@@ -49,7 +49,7 @@ class FlatParam:
 
 
 def is_flat(values: Sequence[Any]) -> bool:
-    """Return whether these rank files contain FSDP1 LOCAL state."""
+    """Return whether `values`, the contents of the rank files, are FSDP1 LOCAL state."""
     first = values[0] if values else None
     return isinstance(first, dict) and any(isinstance(name, str) and name.endswith(_SUFFIX) for name in first)
 

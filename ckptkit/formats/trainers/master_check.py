@@ -1,4 +1,4 @@
-"""Checks that fp32 master weights belong to the model's weights: after a cast, they must equal the weights."""
+"""Checks that fp32 master weights, cast to the dtype of the model's weights, equal these weights."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def check_masters(store: Store, catalog: Catalog) -> list[str]:
 
 
 class MasterSampler:
-    """Checks whether a master weight may belong to a parameter, by comparing some of its elements with the weight.
+    """Checks whether a master weight may belong to a parameter, by comparing some elements of both.
 
     Needed if the shapes alone do not show which parameter a master weight belongs to. For example, frozen parameters
     have no master weight, but may have the same shape as other parameters. Reads a few kilobytes per check.

@@ -86,7 +86,7 @@ def step_in(store: Store, file: str, key: str = "global_step") -> int | None:
 
 
 def merged(parts: Sequence[Catalog], info: CatalogInfo) -> Catalog:
-    """Merge catalogs, with their files, notes and side files. Raises CorruptCheckpointError if two have a common name.
+    """Merge catalogs, with their files, notes and side files. Raises CorruptCheckpointError if a name occurs twice.
 
     Args:
         info: The info of the whole checkpoint. Missing fields are taken from the parts.

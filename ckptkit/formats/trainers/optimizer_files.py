@@ -224,8 +224,8 @@ def _fits(values: Sequence[Mapping[str, Any]], key: Any, param: Param) -> bool:
 #
 # With use_orig_params=True, an index refers to a parameter. With use_orig_params=False, an index refers to a unit: the
 # parameters of one wrapped module, concatenated and split into ceil(numel / ranks) elements per rank. The files do not
-# record which modules were wrapped. This code tries the blocks in module lists, then the whole model as one unit, and
-# accepts a choice only if every size fits.
+# record which modules were wrapped. This code tries one unit per block in a module list, then one unit for the whole
+# model, and accepts a choice only if every size fits.
 
 
 _BLOCK = re.compile(r"(.*?\.\d+)\..+")

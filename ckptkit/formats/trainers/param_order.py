@@ -55,7 +55,7 @@ def assign(
 def _match(
     params: Sequence[Param], groups: Sequence[Sequence[Shape]], no_decay: Sequence[bool], fits: Fits | None
 ) -> list[list[str]] | None:
-    """Return the assignment of `params` to the groups, or None unless exactly one assignment is possible.
+    """Return the assignment of `params` to the groups, or None if no assignment or more than one is possible.
 
     Goes through the parameters once, and tracks all partial assignments that are still possible.
     """

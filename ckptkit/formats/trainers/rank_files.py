@@ -64,7 +64,7 @@ class Joined:
 
 
 def read_archives(store: Store, paths: Iterable[str], read: Callable[[Store, str], Any] = read_archive) -> list[Any]:
-    """Return the values in these torch.save files, in order. Reads no tensor bytes."""
+    """Return the values in the torch.save files `paths`, in order. Reads no tensor bytes."""
     paths = list(paths)
     if len(paths) < 3 or not store.asking_costs:  # parsing holds the GIL, so threads help only while requests wait
         return [read(store, path) for path in paths]
@@ -337,7 +337,7 @@ class FlatVector:
     def slices(self, shape: tuple[int, ...], position: int, first: int, numel: int) -> list[TensorSlice]:
         """Return slices that read the row-major elements [first, first + numel) of a tensor of this shape.
 
-        These elements start at element `position` of this vector.
+        In the flat vector, these elements start at `position`.
         """
         found = []
         for piece in self.pieces:

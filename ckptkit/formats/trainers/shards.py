@@ -1,9 +1,9 @@
 """Converts DTensor placements to the regions of the full tensor that a rank's local tensor holds. Does not need torch.
 
-Placements are applied one mesh dimension at a time. The rows in each tensor dimension are a list of ranges. `Shard`
-takes one chunk of the rows (ceil(n / parts) rows; the last chunks may be shorter or empty). `_StridedShard` first
-splits the rows into `split_factor` pieces, and takes one chunk from each piece. The result is the rank's rows, in the
-order of its local tensor.
+Placements are applied one mesh dimension at a time. A rank holds a list of index ranges along each tensor dimension.
+`Shard` keeps one chunk of these indices (ceil(n / parts) of n; the last chunks may be shorter or empty).
+`_StridedShard` first splits the indices into `split_factor` pieces, and keeps one chunk of each piece. The result is
+the rank's indices, in the order of its local tensor.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ckptkit.formats.pickles.tensors import PlacementRecord, StoredTensor
 
 _MAX_SPLIT = 1 << 16
 _MAX_RUNS = 1 << 20  # most runs to handle; real tensors have a few per rank
-Run = tuple[int, int]  # rows [start, stop) of the whole tensor
+Run = tuple[int, int]  # indices [start, stop) along one dimension of the whole tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ def local_parts(
 ) -> list[LocalPart]:
     """Return the regions that the rank at `coordinate` holds, in the order of its local tensor.
 
-    There is one region, unless a strided shard has rows that are not adjacent. A rank without elements has one empty
+    There is one region, unless a strided shard has indices that are not adjacent. A rank without elements has one empty
     region.
 
     Args:
@@ -165,7 +165,7 @@ def _rows(
     *,
     plain: bool,
 ) -> list[list[Run]]:
-    """Return the rank's rows in each tensor dimension. With `plain`, strided shards are treated as plain shards."""
+    """Return the rank's indices along each dimension. With `plain`, strided shards are treated as plain shards."""
     rows: list[list[Run]] = [[(0, n)] for n in shape]
     for mesh_dim in mesh_dims:
         placement = placements[mesh_dim]
@@ -184,7 +184,7 @@ def _rows(
 
 
 def _chunk(runs: Sequence[Run], parts: int, index: int) -> list[Run]:
-    """Return chunk `index` of the rows, if the rows are split into `parts` chunks as by torch.chunk."""
+    """Return chunk `index` of the indices in `runs`, split into `parts` chunks as by torch.chunk."""
     total = sum(stop - start for start, stop in runs)
     length = -(-total // parts)
     first, last = min(index * length, total), min((index + 1) * length, total)
