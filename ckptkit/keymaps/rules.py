@@ -178,7 +178,7 @@ def run(rule: Rule, work: RuleState) -> int:
 
 
 def size_of(size: Size, config: Mapping[str, Any], rule: str) -> int:
-    """Return the number for a size such as "2*head_dim". Raises UsageError if `config` lacks one of its keys."""
+    """Return the value of a size such as "2*head_dim". Raises UsageError if `config` lacks a key in `size`."""
     if isinstance(size, int):
         return size
     product = 1

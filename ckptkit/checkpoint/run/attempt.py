@@ -189,7 +189,7 @@ class RemotePlace:
         self.path = f"{name}/{save_id}"
         self.store = attempt_store(root, self.path)
         self.free_at = -LOOK_S
-        """The last time (`time.monotonic`) at which no checkpoint had the attempt's name."""
+        """When a check last found no checkpoint with the attempt's name (`time.monotonic`)."""
         self._replaced: CommitRecord | None = None
         self._published = False
         self._may_appear = False  # whether a failed upload of the record may still take effect
