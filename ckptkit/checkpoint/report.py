@@ -163,7 +163,7 @@ class SaveReport(TimedReport):
     kept: int | None = None
     limit: int | None = None
     exempt: int = 0
-    phases: tuple[Phase, ...] = ()
+    phases: tuple[Phase, ...] = field(default=(), repr=False)
 
     def line(self) -> str:
         """Return a one-line summary: step, size, stall, rate, and what rotation did."""
@@ -184,6 +184,8 @@ class SaveReport(TimedReport):
                 text = f"keeping {kept} ({min(limit, kept - self.exempt)} newest, {self.exempt} exempt{also})"
             freed.insert(0, text)
         return " · ".join([*parts, *([", ".join(freed)] if freed else [])])
+
+    __str__ = line  # print(report) shows one line
 
 
 @dataclass(slots=True)
@@ -227,7 +229,7 @@ class LoadReport(TimedReport):
     received: int = 0
     held: int = 0
     seconds: float = 0.0
-    phases: tuple[Phase, ...] = ()
+    phases: tuple[Phase, ...] = field(default=(), repr=False)
     deferred: DeferredOptimizer | None = None
 
     def line(self) -> str:
@@ -250,6 +252,8 @@ class LoadReport(TimedReport):
             groups = [f"{first_few(names)} ({reason})" for reason, names in by_reason.items()]
             parts.append(f"{len(self.skipped)} skipped: {'; '.join(groups)}")
         return " · ".join(parts)
+
+    __str__ = line  # print(report) shows one line
 
 
 def write_trace_file(folder: Path, what: str, report: SaveReport | LoadReport, *, rank: int) -> None:
