@@ -327,7 +327,7 @@ def test_a_tensor_beside_the_model_in_rank_files_is_no_weight(tmp_path):
     assert len(catalog.by_role(Role.OPTIMIZER)) == 2 and catalog.objects["epoch"].value == 1
     assert catalog.info.notes == (
         "each rank saved the whole model; rank0.pt was read.",
-        "rank 0's values are used; other ranks have different ones: rng.",
+        "not read: other ranks' values of rng, which differ from rank 0's.",
     )
 
 

@@ -50,6 +50,7 @@ if TYPE_CHECKING:
 
 _OF_MODEL = re.compile(r"model_(\d+)\.(.+)")  # parameters of accelerate's second and later models
 _LIBRARY_FILE = re.compile(r"(?:adapter_|diffusion_pytorch_)?model\.safetensors|adapter_model\.bin")
+_OF_RANKS = ("rank-files", "verl", "lightrft", "accelerate")  # formats with one file per rank
 _MAX_OTHERS = 8  # how many files are opened to find out whether they contain tensors
 _SAMPLES = 8
 # PEFT's files omit these parts of a PEFT model's names.
@@ -142,7 +143,7 @@ def adopt(catalog: Catalog, store: Store, state: TrainState, *, optimizer: bool 
     """
     trained = with_trained_weights(catalog)
     complete = with_files_beside(trained, store)
-    said = [note for note in complete.info.notes if note not in catalog.info.notes]
+    said = [*_notes_on_ranks(catalog), *(note for note in complete.info.notes if note not in catalog.info.notes)]
     catalog = in_parts(store, complete, optimizer=optimizer)
     rename, notes = _aligned(catalog, state)
     notes += said
@@ -198,6 +199,15 @@ def adopt(catalog: Catalog, store: Store, state: TrainState, *, optimizer: bool 
         notes,
         saved.unknown_random,
     )
+
+
+def _notes_on_ranks(catalog: Catalog) -> list[str]:
+    """Return the reader's notes about rank files: what was not read, or differs between ranks.
+
+    The notes of other readers also name files that `with_files_beside` reads.
+    """
+    notes = catalog.info.notes if catalog.info.format in _OF_RANKS else ()
+    return [note.replace("not read: ", "not restored: ", 1) for note in notes]
 
 
 def _add_schedulers(

@@ -96,22 +96,22 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
     if beside[0] and (differing := _differing(values, models[0])) is not None:
         whole = open_file(store, names[0])  # the file of rank 0 also has the scheduler and all other values
         said = (f"each rank saved the whole model; {names[0]} was read.", *model.notes)
-        said += (f"rank 0's values are used; other ranks have different ones: {first_few(differing)}.",) * bool(
+        said += (f"not read: other ranks' values of {first_few(differing)}, which differ from rank 0's.",) * bool(
             differing
         )
         info = replace(whole.info, format="rank-files", world_size=len(names), files={n: sizes[n] for n in names})
         return Catalog(whole.tensors, whole.objects, replace(info, notes=(*info.notes, *said)))
-    optimizer, key = OptimizerState(), _optimizer_key(beside[0])
+    optimizer, key, at = OptimizerState(), _optimizer_key(beside[0]), step_in(template)
     if key is not None and all(isinstance(value.get(key), dict) for value in beside):
         optimizer = read_optimizer([value[key] for value in beside], model.params, what=template)
     else:
-        at = step_in(template)
         apart = next((n for n in groups if n != template and "optim" in n.lower() and step_in(n) == at), "")
         if groups.get(apart, {}).keys() == ranks.keys():
             states = [_levels(value, _optimizer_key)[-1] for value in read_ranks(store, groups[apart], apart)]
             optimizer = read_optimizer(states, model.params, what=apart)
             names += [groups[apart][rank] for rank in sorted(ranks)]
-    unread = sorted({name for files in groups.values() for name in files.values()} - {*names})
+    others = {name for other, files in groups.items() if step_in(other) in (None, at) for name in files.values()}
+    unread = sorted(others - {*names})
     notes = [f"not read: {', '.join(unread[:4])}{', ...' * (len(unread) > 4)}."] if unread else []
     left = [str(name) for name in beside[0] if name not in (key, *STEPS)]
     notes += [f"not read: {first_few(left)} of {template.format(rank='*')}."] if left else []

@@ -680,6 +680,21 @@ def test_an_optimizer_beside_weights_of_several_steps_belongs_to_the_latest(endi
     assert state.optimizer.param_groups[0]["lr"] == 0.25
 
 
+@pytest.mark.parametrize("sharded", [False, True])
+def test_values_in_rank_files_that_no_rank_or_only_rank_0_gets_are_named(sharded, tmp_path):
+    source = tmp_path / "theirs"
+    source.mkdir()
+    for rank in range(2):
+        own = {"exp_avg": torch.full((2, 2), float(rank * sharded))}  # an optimizer that differs is a shard
+        optimizer = {"state": {0: own}, "param_groups": [{"params": [0]}]}
+        saved = {"model": {"weight": torch.ones(2, 2)}, "optimizer": optimizer, "seen": 100 + rank}
+        torch.save(saved, source / f"rank_{rank}.pt")
+    model = nn.Linear(2, 2, bias=False)
+    report = load(TrainState(model=model, extra={"seen": 0}), str(source), tmp_path, optimizer="skip")
+    what = "seen of rank_*.pt" if sharded else "other ranks' values of seen"
+    assert any(note.startswith(f"not restored: {what}") for note in report.notes)
+
+
 def test_all_objects_with_tensors_are_read_at_once(tmp_path, monkeypatch):
     """Each read is one request or more of an object store."""
     calls, read_whole = [], fill.read_whole
