@@ -337,10 +337,13 @@ def test_rank_files_with_different_optimizer_states_are_not_taken_for_copies(tmp
     files = {}
     for rank, weight in enumerate(model.values()):
         states = {"state": {rank: {"exp_avg": torch.full_like(weight, rank)}}, "param_groups": [{"params": [0, 1]}]}
-        files[f"rank{rank}.pt"] = {"app": {"model": model, "optimizer": states, "step": 3, "scaler": {"scale": 2.0}}}
+        files[f"rank{rank}.pt"] = {
+            "app": {"model": model, "optimizer": states, "step": 3, "scaler": {"scale": 2.0}, "rank": rank}
+        }
     catalog = open_source(str(lay(tmp_path, files))).catalog
     assert catalog.by_role(Role.OPTIMIZER).keys() == {"optimizer.state.w.exp_avg", "optimizer.state.v.exp_avg"}
-    assert catalog.info.step == 3 and catalog.info.notes == ("not read: scaler of rank*.pt.",)
+    assert catalog.objects["scaler"].value == {"scale": 2.0}  # all ranks saved the same
+    assert catalog.info.step == 3 and catalog.info.notes == ("not read: rank of rank*.pt.",)
 
 
 @pytest.mark.parametrize("names", [["train.bin"], ["shard_0.bin", "shard_1.bin"]])

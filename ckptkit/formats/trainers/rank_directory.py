@@ -8,16 +8,17 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-from ckptkit.catalog.entry import Catalog, CatalogInfo
+from ckptkit.catalog.entry import Catalog, CatalogInfo, ObjectEntry
 from ckptkit.errors import UNREADABLE, CheckpointNotFoundError, CorruptCheckpointError
 from ckptkit.formats.hf.side_files import file_names, find_side_files
 from ckptkit.formats.options import ReadOptions
+from ckptkit.formats.pickles.objects import plain
 from ckptkit.formats.pickles.tensors import DTensorRecord, ShardedTensorRecord, StoredTensor, is_tensor
 from ckptkit.formats.pickles.zip import read_archive
 from ckptkit.formats.state_names import MODEL_KEYS, OPTIMIZER_KEY, STEPS
 from ckptkit.formats.torch_save import begins_like_torch, may_hold_model, open_file
 from ckptkit.formats.trainers import fsdp1_local
-from ckptkit.formats.trainers.optimizer_files import OptimizerState, read_optimizer
+from ckptkit.formats.trainers.optimizer_files import OptimizerState, plain_value, read_optimizer
 from ckptkit.formats.trainers.rank_files import join_model, read_ranks, recorded_ranks
 from ckptkit.formats.trainers.steps import ordered, step_in
 from ckptkit.storage import Store
@@ -113,7 +114,17 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
     others = {name for other, files in groups.items() if step_in(other) in (None, at) for name in files.values()}
     unread = sorted(others - {*names})
     notes = [f"not read: {', '.join(unread[:4])}{', ...' * (len(unread) > 4)}."] if unread else []
-    left = [str(name) for name in beside[0] if name not in (key, *STEPS)]
+    rests = [
+        plain({name: item for name, item in value.items() if name != key}, file=ranks[rank])
+        for rank, value in zip(sorted(ranks), beside, strict=True)
+    ]
+    rest = rests[0]
+    shared = {  # what all ranks saved alike, such as a scheduler
+        str(name): ObjectEntry(str(name), ranks[0], encoding="value", value=value, key=(str(name),))
+        for name, value in rest.items()
+        if plain_value(value) and all(repr(other.get(name)) == repr(value) for other in rests)
+    }
+    left = [str(name) for name in rest if str(name) not in shared]
     notes += [f"not read: {first_few(left)} of {template.format(rank='*')}."] if left else []
     info = CatalogInfo(
         "rank-files",
@@ -124,7 +135,7 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
         files={name: sizes[name] for name in names},
         notes=(*model.notes, *optimizer.notes, *notes),
     )
-    return Catalog({**model.tensors, **optimizer.tensors}, optimizer.objects, side.described_in(info))
+    return Catalog({**model.tensors, **optimizer.tensors}, {**shared, **optimizer.objects}, side.described_in(info))
 
 
 def _differing(values: Sequence[Any], model: Any) -> list[str] | None:
