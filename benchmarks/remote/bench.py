@@ -37,10 +37,12 @@ import torch.distributed.checkpoint as dcp
 from ckptkit.checkpoint.manager import CheckpointManager
 from ckptkit.checkpoint.state.train_state import TrainState
 from ckptkit.storage import open_store
+from ckptkit.storage.store import ReadInto
 from tests.storage import servers
 from tests.storage.proxy import proxy_of
 
 Options = dict[str, Any]
+_PIECE = 8 << 20  # bytes that a bare get reads per request
 
 
 class Holder(torch.nn.Module):
@@ -180,7 +182,22 @@ def one_round(turn: int, options: Options, model: Holder) -> dict[str, float]:
         manager.save(2, state)
         row["next_save_s"] = timed(lambda: manager.save(3, state) and None)
     row |= {"torch_load_s": timed(their_load), "load_s": timed(our_load)}
+    with CheckpointManager(f"s3://bench/ours{turn}", storage_options=options) as manager:
+        row["next_load_s"] = timed(lambda: manager.load(state) and None)
+    row["bare_get_s"] = timed(bare_get(f"s3://bench/ours{turn}/step_00000003", options))
     return row
+
+
+def bare_get(url: str, options: Options) -> Callable[[], None]:
+    """Return a function that reads a checkpoint's tensors into memory, with the same client as a load."""
+    store = open_store(url, storage_options=options)
+    reads = []
+    for file in store.list(recursive=True):
+        if file.path.endswith(".distcp"):
+            memory = memoryview(bytearray(os.urandom(1) * file.size))
+            starts = range(0, file.size, _PIECE)
+            reads += [ReadInto(file.path, start, memory[start : start + _PIECE]) for start in starts]
+    return lambda: store.read_many(reads)
 
 
 def memory(options: Options, model: Holder) -> dict[str, float]:
@@ -275,6 +292,8 @@ def ratios_of(rows: list[dict[str, float]]) -> dict[str, float]:
         "save_ratio": best["torch_save_s"] / best["save_s"],
         "next_save_ratio": best["torch_save_s"] / best["next_save_s"],
         "load_ratio": best["torch_load_s"] / best["load_s"],
+        "load_over_bare_get": best["load_s"] / best["bare_get_s"],
+        "next_load_over_bare_get": best["next_load_s"] / best["bare_get_s"],
     }
 
 
