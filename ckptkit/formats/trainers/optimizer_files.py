@@ -27,22 +27,24 @@ class OptimizerState:
     objects: dict[str, ObjectEntry] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
-    def add(self, fqn: str, state: str, joined: Joined) -> None:
-        name = state_name(fqn, state)
-        entry = joined.entry(name, Role.OPTIMIZER, fqn=fqn, state=state, key=(PREFIX, "state", fqn, state))
+    def add(self, param: str | int, state: str, joined: Joined) -> None:
+        """Add a state of the parameter with this FQN, or with this number if its FQN is not known."""
+        name = state_name(param, state)
+        fqn = param if isinstance(param, str) else ""
+        entry = joined.entry(name, Role.OPTIMIZER, fqn=fqn, state=state, key=(PREFIX, "state", param, state))
         self.tensors[name] = entry
         self.notes += joined.notes
 
-    def add_value(self, fqn: str, state: str, value: Any) -> None:
+    def add_value(self, param: str | int, state: str, value: Any) -> None:
         """Add a state that is not a tensor, such as a step that is a plain number."""
-        name = state_name(fqn, state)
-        key = (PREFIX, "state", fqn, state)
+        name = state_name(param, state)
+        key = (PREFIX, "state", param, state)
         self.objects[name] = ObjectEntry(name, encoding="value", value=value, role=Role.OPTIMIZER, key=key)
 
 
-def state_name(fqn: str, state: str) -> str:
+def state_name(param: str | int, state: str) -> str:
     """Return the name that DCP would give to a parameter's optimizer state."""
-    return f"{PREFIX}.state.{fqn}.{state}"
+    return f"{PREFIX}.state.{param}.{state}"
 
 
 def read_optimizer(
@@ -53,6 +55,7 @@ def read_optimizer(
     Args:
         values: The `Optimizer.state_dict()` of each rank, in rank order.
         params: The model's parameters in module order, without wrapper names. A tied parameter is listed once.
+            []: the order of the states is unknown.
         what: The file name, with "{rank}" in place of the rank.
         names: Parameter name of each index, if known.
     """
@@ -63,17 +66,19 @@ def read_optimizer(
     check_steps([list(value["state"].values()) for value in values], [what.format(rank=r) for r in range(len(values))])
     names = _names(values, params) if names is None else names
     if names is None:
-        found.notes.append(
-            f"the optimizer in {what.format(rank='*')} was skipped: its state is keyed by index, and the "
-            "model's names and shapes do not prove which parameter has which index."
-        )
-        return found
+        of_ranks = f"the optimizer in {what.format(rank='*')}"
+        unproved = "the model's names and shapes do not prove which parameter has which index."
+        if not params or _has_pieces(values):
+            found.notes.append(f"{of_ranks} was skipped: its state is keyed by index, and {unproved}")
+            return found
+        found.notes.append(f"{of_ranks} is keyed by index, and {unproved} Only a load in a job, by order, can use it.")
+        names = {}
     tensors = join([dict(_flat(value["state"])) for value in values], what=what)
     for (index, state), joined in tensors.items():
-        found.add(names[index], state, joined)
+        found.add(names.get(index, index), state, joined)
     for (index, state), value in _flat(values[0]["state"]):
         if not is_tensor(value) and plain_value(value):
-            found.add_value(names[index], state, value)
+            found.add_value(names.get(index, index), state, value)
     found.objects.update(group_objects(values[0]["param_groups"], names))
     return found
 
@@ -200,6 +205,15 @@ def _names(values: Sequence[Mapping[str, Any]], params: Sequence[Param]) -> dict
         return None
     names = names_by_key(groups, assigned)
     return names if all(_fits(values, key, by_name[fqn]) for key, fqn in names.items()) else None
+
+
+def _has_pieces(values: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether states may be pieces, of which only the parameter would show the place: FSDP1's flat ones."""
+    return len(values) > 1 and any(
+        isinstance(tensor, StoredTensor) and tensor.shape not in ((), (1,))
+        for value in values
+        for _, tensor in _flat(value["state"])
+    )
 
 
 def _shape(values: Sequence[Mapping[str, Any]], key: Any) -> tuple[int, ...] | None:

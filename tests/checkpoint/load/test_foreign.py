@@ -13,6 +13,8 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
 from ckptkit import TrainState, convert, reshard
 from ckptkit.catalog.entry import Role
@@ -309,6 +311,39 @@ def test_factored_states_of_numbered_parameters_are_matched_by_order(groups, tmp
         assert optimizer.state[mine].keys() == resumed.state[theirs].keys()
         for name, value in optimizer.state[mine].items():
             assert torch.equal(value, resumed.state[theirs][name])
+
+
+def test_numbered_states_of_ranks_are_matched_by_order_although_their_shapes_are_equal(tmp_path):
+    def made(seed: int) -> tuple[Any, Any]:
+        torch.manual_seed(seed)
+        model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(3)))
+        return model, torch.optim.AdamW([*model.parameters()][1:])  # the first layer is frozen
+
+    model, optimizer = made(0)
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    for rank in range(2):
+        mesh = DeviceMesh("cpu", torch.arange(2), _init_backend=False, _rank=rank)
+
+        def part(tensor: torch.Tensor, rank: int = rank, mesh: DeviceMesh = mesh) -> torch.Tensor:
+            if tensor.ndim == 0:
+                return tensor
+            rows = tensor.detach()[2 * rank : 2 * rank + 2].clone()
+            return DTensor.from_local(
+                rows, mesh, [Shard(0)], run_check=False, shape=tensor.shape, stride=tensor.stride()
+            )
+
+        state = optimizer.state_dict()
+        state["state"] = {i: {k: part(v) for k, v in values.items()} for i, values in state["state"].items()}
+        torch.save({k: part(v) for k, v in model.state_dict().items()}, tmp_path / f"model_world_size_2_rank_{rank}.pt")
+        torch.save(state, tmp_path / f"optim_world_size_2_rank_{rank}.pt")
+    new, resumed = made(1)
+    report = load(TrainState(model=new, optimizer=resumed), str(tmp_path), tmp_path)
+    for mine, theirs in zip(model.parameters(), new.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+        for name, value in optimizer.state.get(mine, {}).items():
+            assert torch.equal(value, resumed.state[theirs][name])
+    assert any("matched by order" in note for note in report.notes)
 
 
 @pytest.mark.parametrize("steps", [0, 1])
