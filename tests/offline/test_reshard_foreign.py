@@ -307,3 +307,21 @@ def test_a_numbered_optimizer_keeps_its_state_if_order_and_shapes_prove_the_name
     for mine, theirs in zip(live.model.parameters(), saved.model.parameters(), strict=True):
         if proved and theirs in saved.optimizer.state:
             assert_same(live.optimizer.state[mine], saved.optimizer.state[theirs])
+
+
+def test_lists_of_tensors_in_the_state_of_an_optimizer_stay_lists(tmp_path):
+    def job() -> TrainState:
+        model = torch.nn.Linear(3, 2)
+        return TrainState(model=model, optimizer=torch.optim.AdamW(model.parameters()))
+
+    saved, live = job(), job()
+    saved.model(torch.randn(5, 3)).sum().backward()
+    saved.optimizer.step()
+    optimizer = saved.optimizer.state_dict()
+    for state in optimizer["state"].values():
+        state["GG"] = [torch.randn(20, 20), [torch.randn(2), 3]]  # as in SOAP
+    torch.save({"state_dict": saved.model.state_dict(), "optimizer": optimizer}, tmp_path / "a.ckpt")
+    reshard(str(tmp_path / "a.ckpt"), str(tmp_path / "run" / "step_00000003"), world_size=2)
+    load(tmp_path / "run", live)
+    for parameter, state in zip(live.model.parameters(), optimizer["state"].values(), strict=True):
+        assert same(dict(live.optimizer.state[parameter]), state)

@@ -29,6 +29,7 @@ from ckptkit.errors import CkptkitError, UnsupportedFormatError, UsageError
 from ckptkit.formats.dcp.class_records import recipes_of, renamed_recipes
 from ckptkit.formats.dcp.records import frame_object
 from ckptkit.formats.dcp.subclasses import SUBCLASSES
+from ckptkit.formats.nested import insert, with_lists
 from ckptkit.formats.own.reader import OBJECTS_NAME, role_of
 from ckptkit.formats.pickles.objects import TensorValue, decode_record, read_object
 from ckptkit.formats.pickles.zip import Archive, memory_store
@@ -60,6 +61,13 @@ _MAX_STEP = 2**63  # maximum step count, because a hostile checkpoint may contai
 _NAME = re.compile(r"(?!\d+$)[A-Za-z0-9][A-Za-z0-9_-]*")  # the name of one of several objects; not a number
 _Names: TypeAlias = Mapping[str, Mapping[str, str]]  # FQNs by an optimizer's prefix and a parameter's saved name
 _BATCH_NORM = ("running_mean", "running_var", "num_batches_tracked")  # buffers, some with the shape of a weight
+
+
+@dataclass(frozen=True, slots=True)
+class _Reference:
+    """A tensor of the result, in a tree."""
+
+    name: str
 
 
 class _NoTree(UnsupportedFormatError):
@@ -143,9 +151,13 @@ def _fqn_of(param: Any, *, named: Mapping[str, str], known: Collection[str], pre
 
 
 def _add_optimizer(
-    found: OwnState, saved: SavedOptimizer, prefix: str, section: str, fqn_of: Callable[[Any], str | None]
+    found: OwnState,
+    saved: SavedOptimizer,
+    prefix: str,
+    section: str,
+    fqn_of: Callable[[Any], str | None],
 ) -> None:
-    """Add an optimizer to `found`: its parameter groups, and the values in its state that are not tensors."""
+    """Add an optimizer to `found`: its parameter groups, and its states that are not single tensors."""
 
     def why_unknown(param: Any) -> str:
         if saved.is_numbered:
@@ -156,19 +168,22 @@ def _add_optimizer(
         return f"the model has no parameter {param!r}"
 
     tree: dict[str, Any] = {PARAM_GROUPS: [], "values": {}, "shared": {}}
+    states: dict[str, dict[Any, Any]] = {}
     for part in saved.values:
         fqn, value = fqn_of(part.param), part.value
         try:
             if fqn is None:
                 raise _NoTree(why_unknown(part.param))
-            if part.is_nested:
-                raise _NoTree("it is a part of a list or a dict in an optimizer's state")
             if part.state == "step" and type(value) in (int, float) and abs(value) < _MAX_STEP:
                 found.steps[section, fqn] = float(value)  # becomes a tensor later
             else:
-                tree["values"].setdefault(fqn, {})[part.state] = _tree(value)
+                _tree(value)  # raises _NoTree
+                insert(states.setdefault(fqn, {}), part.path, value)
         except _NoTree as error:
             found.leftovers.append((part.entry.name, str(error)))
+    for fqn, path, name in found.items.get(section, ()):
+        insert(states.setdefault(fqn, {}), path, _Reference(name))
+    tree["values"] = {fqn: _tree(with_lists(state)) for fqn, state in states.items()}
     unknown = [param for group in saved.groups for param in group["params"] if fqn_of(param) is None]
     if unknown:
         found.leftovers.append((f"{prefix}.{PARAM_GROUPS}", why_unknown(unknown[0])))
@@ -227,6 +242,8 @@ def _tree(value: Any, depth: int = 0) -> Any:
         return items if kind is list else {f"${kind.__name__}": items}
     if kind is bytes:
         return {"$bytes": base64.b64encode(value).decode()}
+    if isinstance(value, _Reference):
+        return {"$ref": value.name}
     if isinstance(value, TensorValue):
         return _tensor(value.dtype, value.shape, value.data)
     if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
@@ -272,6 +289,7 @@ class OwnState:
     Attributes:
         trees: Contents of `objects.json`. The file is written only if this is not empty.
         steps: Step counts that the source stores as numbers, by (optimizer, FQN).
+        items: The tensors in lists and dicts of states, by optimizer: (FQN, path in the parameter's state, key).
         records: The objects to copy into the DCP checkpoint, with their bytes.
         leftovers: (name, reason) of each tensor or object that the result omits.
     """
@@ -279,6 +297,7 @@ class OwnState:
     tensors: list[OwnTensor] = field(default_factory=list)
     trees: dict[str, Any] = field(default_factory=dict)
     steps: dict[tuple[str, str], float] = field(default_factory=dict)
+    items: dict[str, list[tuple[str, Key, str]]] = field(default_factory=dict)
     records: list[tuple[ObjectEntry, bytes]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     leftovers: list[tuple[str, str]] = field(default_factory=list)
@@ -396,7 +415,11 @@ def _of_others(store: Store, catalog: Catalog, step: int) -> OwnState:
     owns = {entry.name: (f"model.{entry.fqn}", entry.fqn, "") for entry in catalog.by_role(Role.MODEL).values()}
     for prefix, one in saved.optimizers.items():
         for part in one.tensors:
-            if fqn := names[prefix].get(part.param):
+            if part.is_nested and (fqn := names[prefix].get(part.param)):
+                own = f"{sections[prefix]}.values.{fqn}.{part.state}"
+                owns[part.entry.name] = own, "", ""
+                found.items.setdefault(sections[prefix], []).append((fqn, part.path, own))
+            elif fqn := names[prefix].get(part.param):
                 kind = "master" if part.entry.role is Role.MASTER else "state"
                 end = f".{part.state}" if kind == "state" else ""
                 owns[part.entry.name] = f"{sections[prefix]}.{kind}.{fqn}{end}", fqn, part.state
