@@ -602,7 +602,7 @@ def _numbered_files(place: Candidate) -> list[str]:
         steps = ordered(may_hold_model(n for n in saved if n.endswith(TORCH_ENDINGS)))
         if len(steps) > 1 and (steps[0].step, steps[0].epoch) == (steps[1].step, steps[1].epoch):
             return []
-    if steps and reader("trainers.rank_directory").are_rank_files(place.store, saved):
+    if steps and reader("trainers.rank_directory").are_rank_files(place.store, saved, steps[0].name):
         return []
     return [step.name for step in steps]
 

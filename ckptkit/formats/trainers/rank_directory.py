@@ -35,28 +35,34 @@ def is_rank_directory(store: Store, files: Sequence[str]) -> bool:
     """Return whether at least two files, including the file of rank 0, have names that differ only in the rank.
 
     Files whose names are those of an optimizer or other state do not count. If the numbers may be steps, as in
-    checkpoint_0.pt but not in step_100_rank_0.pt, file 0 must contain shards (see `are_rank_files`).
+    checkpoint_0.pt but not in step_100_rank_0.pt, file 0 must contain shards.
     """
     groups = _groups(store, files)
     template = _model_group(groups)
     if template is None:
         return False
-    return _KEYS in files or len(_steps(groups[template])) < 2 or _contain_shards(store, groups[template])
+    return _KEYS in files or not _may_be_steps(template, groups[template]) or _contain_shards(store, groups[template])
 
 
-def are_rank_files(store: Store, files: Sequence[str]) -> bool:
+def are_rank_files(store: Store, files: Sequence[str], newest: str) -> bool:
     """Return whether the numbers in these file names are ranks, not steps.
 
-    The numbers are ranks if the names also contain a step, which is the same in all names, or if file 0 contains
-    shards. Reads the pickle in file 0 if the numbers are 0, 1, 2, ... without gaps.
+    The numbers are ranks if the names also contain a step, and `newest`, the file of the latest step, has this step.
+    Otherwise, they are ranks if file 0 contains shards. Reads the pickle in file 0 if the numbers are 0, 1, 2, ...
+    without gaps.
     """
     groups = _groups(store, files)
     template = _model_group(groups)
-    return template is not None and (len(_steps(groups[template])) == 1 or _contain_shards(store, groups[template]))
+    if template is None:
+        return False
+    step = step_in(template)
+    if step is not None and not _may_be_steps(template, groups[template]):
+        return step == step_in(newest)
+    return _contain_shards(store, groups[template])
 
 
-def _steps(ranks: Mapping[int, str]) -> set[tuple[int, int]]:
-    return {step for name in ranks.values() if (step := step_in(name)) is not None}
+def _may_be_steps(template: str, ranks: Mapping[int, str]) -> bool:
+    return any(step_in(name) != step_in(template) for name in ranks.values())
 
 
 def _contain_shards(store: Store, ranks: Mapping[int, str]) -> bool:
@@ -84,7 +90,8 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
     template = _model_group(groups)
     if template is None:
         raise CheckpointNotFoundError(f"{store.url} has no files whose names differ only in the rank.")
-    ranks = groups[template]
+    ranks, at = groups[template], step_in(template)
+    named = at[0] if at is not None and (at[0] > 0 or at[1] < 0) else None  # the step is 0 in a name with only an epoch
     values = read_ranks(store, ranks, template)
     names = [ranks[rank] for rank in sorted(ranks)]
     levels = [_levels(value, _model_key) for value in values]
@@ -101,8 +108,9 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
             differing
         )
         info = replace(whole.info, format="rank-files", world_size=len(names), files={n: sizes[n] for n in names})
-        return Catalog(whole.tensors, whole.objects, replace(info, notes=(*info.notes, *said)))
-    optimizer, key, at = OptimizerState(), _optimizer_key(beside[0]), step_in(template)
+        info = replace(info, step=named if info.step is None else info.step, notes=(*info.notes, *said))
+        return Catalog(whole.tensors, whole.objects, info)
+    optimizer, key = OptimizerState(), _optimizer_key(beside[0])
     if key is not None and all(isinstance(value.get(key), dict) for value in beside):
         optimizer = read_optimizer([value[key] for value in beside], model.params, what=template)
     else:
@@ -129,7 +137,7 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
     info = CatalogInfo(
         "rank-files",
         producer="torch.save",
-        step=next((step for name in STEPS if type(step := beside[0].get(name)) is int), None),
+        step=next((step for name in STEPS if type(step := beside[0].get(name)) is int), named),
         world_size=max(len(values), recorded_ranks(models[0].values())),
         mesh=model.mesh,
         files={name: sizes[name] for name in names},
@@ -201,7 +209,7 @@ def _groups(store: Store, files: Sequence[str]) -> dict[str, dict[int, str]]:
     return {
         template: ranks
         for template, ranks in found.items()
-        if (template in sure or _NUMBER.sub("", template) in alike)
+        if (template in sure or (step_in(template) is not None and _NUMBER.sub("", template) in alike))
         and (not template.endswith(".bin") or begins_like_torch(store, min(ranks.values())))
     }
 

@@ -36,6 +36,7 @@ def test_of_several_steps_the_latest_is_read_with_its_optimizer(tmp_path, apart)
             if apart and step != 200:
                 torch.save(state, tmp_path / f"optim_step_{step}_rank_{rank}.pt")
     source = open_source(str(tmp_path))
+    assert source.catalog.info.step == 300
     tensors = source.catalog.tensors
     assert {path for entry in tensors.values() for path in entry.slices.paths} == {
         f"{kind}_step_300_rank_0.pt" for kind in (("model", "optim") if apart else ("model",))
@@ -63,3 +64,24 @@ def test_a_latest_step_without_the_file_of_a_rank_is_refused(tmp_path, missing):
     (tmp_path / f"step_200_rank_{missing}.pt").unlink()
     with pytest.raises(IncompleteCheckpointError, match="step_200_rank_"):
         open_source(str(tmp_path))
+
+
+@pytest.mark.parametrize("ending", ["pt", "ckpt"])
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["epoch_0_checkpoint_0", "epoch_0_checkpoint_500", "epoch_1_checkpoint_1000"],
+        ["step_100_rank_0", "step_100_rank_1", "step_200"],
+    ],
+    ids=["numbers are steps", "ranks saved an older step"],
+)
+def test_the_file_of_the_latest_step_is_read_if_it_is_not_a_rank_file(names, ending, tmp_path):
+    for name in names:
+        torch.save({"model": {"w": torch.ones(3)}}, tmp_path / f"{name}.{ending}")
+    assert open_source(str(tmp_path)).catalog.info.files.keys() == {f"{names[-1]}.{ending}"}
+
+
+def test_a_file_whose_name_differs_from_others_in_a_number_other_than_the_step_is_no_rank_file(tmp_path):
+    for name in ("model1_shard_0", "model2_shard_0", "model2_shard_1"):
+        torch.save({"w": torch.ones(3)}, tmp_path / f"{name}.pt")
+    assert open_source(str(tmp_path)).catalog.info.files.keys() == {"model2_shard_0.pt", "model2_shard_1.pt"}
