@@ -55,7 +55,7 @@ def test_rules_checked_only_at_night_are_listed():
 
 
 def test_slow_tests_that_are_listed_exist_and_run_by_day():
-    places = _listed("Tests of the day that take more than 2 s")
+    places = _listed("Daily tests that take more than 2 s")
     assert places and [place for place in places if not _exists(place) or NIGHT.get(place) == 0] == []
 
 

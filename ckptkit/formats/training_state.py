@@ -266,7 +266,7 @@ def _read_values(
     *,
     settings: dict[str, list[tuple[TensorEntry | ObjectEntry, Any]]] | None,
 ) -> dict[str, Any]:
-    """Return the values of the objects that belong to no optimizer, by name. Adds optimizer states to `found`.
+    """Return, by name, the values of the objects that belong to no optimizer. Adds optimizer states to `found`.
 
     Args:
         settings: Receives the settings (param groups) of each optimizer. None: the optimizers are not read.
@@ -506,7 +506,7 @@ def _read_objects(
     read: ReadTensors,
     unread: dict[str, str],
 ) -> dict[str, Any]:
-    """Return the tensors of these objects by name.
+    """Return, by name, the tensors of these objects.
 
     If reading all of them together fails, reads one object at a time, and adds the unreadable objects to `unread`.
     """
@@ -531,7 +531,7 @@ def is_usual_scheduler(key: str) -> bool:
 
 
 def _schedulers(objects: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the states of schedulers by key.
+    """Return, by key, the states of schedulers.
 
     These are all values under a usual key for schedulers, and all dicts that look like the state of a torch scheduler.
     The keys alone are not enough, because users of Fabric and of scripts choose their own keys. Lightning may save the

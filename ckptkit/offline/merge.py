@@ -358,7 +358,7 @@ def _check_names(opened: Sequence[Source], named: Sequence[Mapping[str, OutputTe
 
 
 def _terms(index: int, source: Source, part: HFExport, wide: HFExport) -> dict[str, OutputTensor]:
-    """Return the tensors that one source adds to the sum, by name.
+    """Return, by name, the tensors that one source adds to the sum.
 
     Tensors that are quantized in the source come, dequantized, from `wide`. All other tensors come from `part`, in
     their own dtype.

@@ -100,9 +100,9 @@ def _record_path(path: str) -> str:
 
 
 def read_ledger(store: Store, items: Mapping[str, FileInfo]) -> dict[str, Finished]:
-    """Return the records of all objects that have not changed since they were recorded, by the object's path.
+    """Return, by the object's path, the records of all objects that have not changed since they were recorded.
 
-    `items` is a listing of `store`, by path.
+    `items` is a listing of `store`, keyed by path.
     """
 
     def read(path: str) -> Finished | None:

@@ -219,7 +219,7 @@ class _Place:
         self._body = b""
 
     def take(self, *, replaceable: Replaceable | None, resume: bool, private: bool) -> dict[str, Finished]:
-        """Make this process the owner of the directory. Return the objects that a dead writer finished, by path.
+        """Make this process the owner of the directory. Return, by path, the objects that a dead writer finished.
 
         Args:
             private: Whether only ckptkit writes to the directory. If so, its content may be replaced unchecked.
@@ -364,7 +364,8 @@ class _Place:
     def _is_unchanged(self, record: Finished) -> bool:
         """Return whether an object is unchanged, although its ETag in the listing differs from the recorded ETag.
 
-        Some S3-compatible gateways return different ETags in headers and in listings, or in each request.
+        Some S3-compatible gateways return one ETag in headers and another in listings. Others return a new ETag in each
+        response.
         """
         looks = [self.store.info(record.path) for _ in range(2)]
         if looks[0] is None or looks[1] is None:

@@ -304,10 +304,10 @@ class Reading:
 
 
 def _live_references(plan: LoadPlan) -> dict[str, torch.Tensor]:
-    """Return templates for the tensors that objects refer to, by key. A template has the shape and placement to read.
+    """Return a template for each tensor that an object refers to, keyed like the tensor.
 
-    For `extra`, the templates are the live tensors. For DTensors that optimizers keep in lists and dicts, the templates
-    are new, uninitialized tensors.
+    A template has the shape and placement that the load reads. For `extra`, the templates are the live tensors. For
+    DTensors that optimizers keep in lists and dicts, the templates are new, uninitialized tensors.
     """
     import torch
 

@@ -421,7 +421,7 @@ class Coordinator:
             return value
 
     def _board(self) -> tuple[Any, str]:
-        """Return the key-value store that the group was created with, and this call's key.
+        """Return the group's key-value store, and the key that this call uses in it.
 
         The store still works after the connections break.
         """

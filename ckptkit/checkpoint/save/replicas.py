@@ -268,7 +268,7 @@ def _name_digest(key: str, dtype: torch.dtype | None = None, shape: Sequence[int
 
 
 def _parts(taken: CapturedOptimizer) -> dict[str, Any]:
-    """Return the values of an optimizer that ranks compare, by key.
+    """Return, by key, those values of an optimizer that the ranks compare.
 
     These are parts of the optimizer's JSON, and the names of the states that are not DTensors.
     """

@@ -43,7 +43,7 @@ _CONTAINERS = (dict, list, tuple, set, frozenset)
 
 
 def cuts(parameters: Mapping[str, torch.Tensor]) -> dict[str, ShardLayout]:
-    """Return the layouts of the parameters that are split over several ranks, by name."""
+    """Return, by name, the layouts of the parameters that are split over several ranks."""
     from torch.distributed.tensor import DTensor
 
     return {
@@ -114,7 +114,7 @@ def placed(
 
 
 def held_nested(tensors: Mapping[str, torch.Tensor]) -> dict[str, Held]:
-    """Return how the DTensors among `tensors` are stored, by key. All other tensors are plain."""
+    """Return, by key, how each DTensor in `tensors` is stored. All other tensors are plain."""
     from torch.distributed.tensor import DTensor
 
     return {k: held for k, t in tensors.items() if isinstance(t, DTensor) and (held := _texts(t)) is not None}

@@ -159,7 +159,7 @@ def are_dense(tensors: Collection[Any]) -> bool:
 
 
 def hidden_ones(tensors: Mapping[Any, Any]) -> dict[Any, str]:
-    """Return the result of `why_not_dense` for each tensor that is not dense, by key."""
+    """Return, by key, the result of `why_not_dense` for each tensor that is not dense."""
     from torch.distributed.tensor import DTensor
 
     if are_dense([value._local_tensor if type(value) is DTensor else value for value in tensors.values()]):

@@ -508,7 +508,7 @@ def _settlement(digests: Sequence[bytes]) -> bytes:
 
 
 def flatten(nested: Mapping[str, Any]) -> tuple[dict[str, Any], list[Path]]:
-    """Return the values of a nested state by name, and the path of each value.
+    """Return a nested state's values, keyed by name, and each value's path.
 
     torch's `flatten_state_dict` returns the same names.
     """
@@ -593,7 +593,7 @@ def _encode(name: str, value: Any) -> bytes:
 def whole_record(name: str, tensor: torch.Tensor) -> bytes:
     """Return the torch.save record of a tensor that is not dense.
 
-    The tensor must be sparse or quantized, or of a class that torch's weights_only loader can load.
+    The tensor must be sparse, quantized, or a tensor subclass that torch's weights_only loader can load.
 
     Raises:
         SaveError: No load could restore the tensor.

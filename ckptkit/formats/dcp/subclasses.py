@@ -327,7 +327,7 @@ def keeps_parts(optimizer: Any) -> bool:
 
 
 def lower_bits_of(catalog: Catalog) -> dict[str, TensorEntry]:
-    """Return the tensors in which flashoptim keeps the lower bits of bf16 and fp16 weights, by the weight's FQN."""
+    """Return, by the weight's FQN, the tensors in which flashoptim keeps the lower bits of bf16 and fp16 weights."""
     weights = catalog.by_role(Role.MODEL)
     found = [entry for entry in catalog.tensors.values() if entry.state == ERROR_BITS and entry.fqn in weights]
     return {

@@ -96,5 +96,5 @@ class StreamWriter:
 
 
 def _events(literals: list[Literal], placed: list[_Event]) -> list[_Event]:
-    """Return a file's non-empty literals (bytes of no tensor) and its boxes (`placed`), by offset."""
+    """Return a file's non-empty literals (bytes of no tensor) and its boxes (`placed`), sorted by offset."""
     return sorted([*((item.start, item) for item in literals if item.data), *placed], key=lambda event: event[0])

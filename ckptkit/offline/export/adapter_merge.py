@@ -256,7 +256,7 @@ _MOST_PARAMETERS = 6  # per module
 def adapter_changes(
     split: AdapterSplit, config: Mapping[str, Any], *, model_type: str | None = None
 ) -> dict[str, Change]:
-    """Return the changes that an adapter makes to the base weights, by the weight's key in the catalog.
+    """Return, by the weight's key in the catalog, the changes that an adapter makes to the base weights.
 
     The arithmetic is that of PEFT's `merge_and_unload` on a CPU.
 

@@ -89,7 +89,7 @@ class AdapterSplit:
 
 
 def without_base(names: Iterable[str]) -> bool:
-    """Return whether `names` are those of a LoRA adapter, and the base weights of an adapted module are missing.
+    """Return whether `names` are those of a LoRA adapter and lack the base weights of an adapted module.
 
     This is the case in PEFT's own adapter files: they have base weights only for embeddings and fully trained modules.
     """
@@ -234,11 +234,12 @@ def named_base(given: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]
 def export_adapter(
     split: AdapterSplit, config: Mapping[str, Any], *, alone: bool = False
 ) -> tuple[dict[str, Target], tuple[str, ...]]:
-    """Return the tensors of adapter_model.safetensors under PEFT's names, and notes.
+    """Return two values: the tensors of adapter_model.safetensors, keyed by PEFT's names, and notes for the user.
 
     Args:
-        alone: Whether the checkpoint lacks the weights of the adapted modules. If so, all other tensors belong to the
-            adapter, because PEFT stores fully trained modules, embeddings and biases under the base model's names.
+        alone: Whether the checkpoint contains the adapter without the base weights of the adapted modules. If so, all
+            other tensors belong to the adapter, because PEFT stores fully trained modules, embeddings and biases under
+            the base model's names.
     """
     made: dict[str, Target] = {}
     for pair in split.pairs.values():
@@ -265,7 +266,7 @@ def changes_base(config: Mapping[str, Any]) -> str:
 
 
 def _is_tied_token_adapter(name: str, split: AdapterSplit, config: Mapping[str, Any]) -> bool:
-    """Return whether the tensor is a tied head's copy of the embedding's trained rows, and PEFT would not store it.
+    """Return whether the tensor is a tied head's copy of the embedding's trained rows that PEFT would not store.
 
     PEFT does not store the copy if the config's trainable_token_indices are a plain list, without names of modules.
     """

@@ -18,7 +18,7 @@ _WRAPPERS = 3  # maximum number of name components between the prefix and the mo
 
 
 def averaged(catalog: Catalog) -> tuple[dict[str, TensorEntry], tuple[str, ...]]:
-    """Return the averaged weights by FQN, and notes.
+    """Return the averaged weights, keyed by FQN, and notes for the user.
 
     Tensors without an average (integers, buffers, frozen parameters) come from the model.
 
@@ -110,7 +110,7 @@ def _variants(model: Mapping[str, TensorEntry]) -> list[dict[str, str]]:
 
 
 def _is_inline(catalog: Catalog, front: str, name: str) -> bool:
-    """Return whether the value of the average `name` is stored inside the object that contains the EMA."""
+    """Return whether the average of the tensor `name` is stored as a value inside the object that contains the EMA."""
     holder = catalog.objects.get(front.removesuffix("."))
     if holder is None or holder.encoding != "value":
         return False

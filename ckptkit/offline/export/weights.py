@@ -327,7 +327,7 @@ def choose_weights(
 
 
 def _lower_bits(catalog: Catalog, weights: str, dtype: str) -> dict[str, TensorEntry]:
-    """Return the tensors with the lower bits of fp32 weights, by the weight's name in the catalog.
+    """Return, by the weight's name in the catalog, the tensors with the lower bits of fp32 weights.
 
     flashoptim stores an fp32 weight as a bf16 or fp16 weight and a tensor with the lower bits. Returns {} if there are
     no such tensors, or if the export does not need them. The export needs them if `weights` is "master", or if
