@@ -257,12 +257,14 @@ def several_models(entries: Collection[TensorEntry]) -> str:
 
     A tensor's model is recognized by the start of the tensor's name.
     """
-    models: dict[str, None] = {}
+    tops = {entry.name: entry.fqn.partition(".")[0] for entry in entries}
+    own: set[str] = set()  # those that are a model's name
     for entry in entries:
-        top = entry.fqn.partition(".")[0]
+        top = tops[entry.name]
         in_dict = len(entry.key) == 2 and "." in str(entry.key[1]) and entry.fqn == f"{entry.key[0]}.{entry.key[1]}"
-        named = entry.name == f"model_{entry.fqn}" or _NUMBERED.fullmatch(top)
-        models[f"{top}." if named or in_dict else ""] = None
+        if in_dict or entry.name == f"model_{entry.fqn}" or _NUMBERED.fullmatch(top):
+            own.add(top)
+    models = dict.fromkeys(f"{top}." if top in own else "" for top in tops.values())
     if len(models) < 2:
         return ""
     listed = first_few([repr(prefix) if prefix else "no model's name" for prefix in models])

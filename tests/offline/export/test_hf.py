@@ -154,7 +154,7 @@ def test_one_of_several_models_must_be_chosen_without_a_base(tmp_path):
         return [note for note in planned(source, **options).export.notes if "2 models" in note]
 
     save(tmp_path / "run", TrainState(model={"actor": torch.nn.Linear(2, 2), "ref": torch.nn.Linear(2, 2)}, rng=False))
-    torch.save({"gan": {"a.w": torch.ones(2)}, "critic": {"a.w": torch.ones(2)}}, tmp_path / "two.pt")
+    torch.save({name: {"a.w": torch.ones(2), "cls": torch.ones(2)} for name in ("gan", "critic")}, tmp_path / "two.pt")
     (tmp_path / "state").mkdir()
     for name in ("pytorch_model_fsdp.bin", "pytorch_model_fsdp_1.bin"):
         torch.save({"a.w": torch.ones(2)}, tmp_path / "state" / name)
