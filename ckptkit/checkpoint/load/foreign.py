@@ -22,13 +22,14 @@ from ckptkit.formats.dcp.class_records import in_parts, renamed_recipes
 from ckptkit.formats.dcp.subclasses import SUBCLASSES
 from ckptkit.formats.hf import safetensors
 from ckptkit.formats.nested import insert, with_lists
+from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.pickles.objects import TensorValue
 from ckptkit.formats.state_names import ACCELERATE_FILE, MODEL_FILE, OPTIMIZER_FILE
-from ckptkit.formats.torch_save import MODEL_FILES, TORCH_ENDINGS, may_hold_model, open_file
+from ckptkit.formats.torch_save import MODEL_FILES, may_hold_model, open_file, torch_files
 from ckptkit.formats.trainers.lightning import with_trained_weights
 from ckptkit.formats.trainers.merge import assembled, model_of, numbered, renamed, state_files
 from ckptkit.formats.trainers.param_order import Param
-from ckptkit.formats.trainers.steps import ordered
+from ckptkit.formats.trainers.steps import ordered, parse_step
 from ckptkit.formats.training_state import (
     SavedOptimizer,
     TrainingState,
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
 _OF_MODEL = re.compile(r"model_(\d+)\.(.+)")  # parameters of accelerate's second and later models
 _LIBRARY_FILE = re.compile(r"(?:adapter_|diffusion_pytorch_)?model\.safetensors|adapter_model\.bin")
 _OF_RANKS = ("rank-files", "verl", "lightrft", "accelerate")  # formats with one file per rank
+_ANY_CLASS = ReadOptions(allow_pickle=True)  # training_args.bin contains an instance of transformers' class
 _MAX_OTHERS = 8  # how many files are opened to find out whether they contain tensors
 _SAMPLES = 8
 # PEFT's files omit these parts of a PEFT model's names.
@@ -98,23 +100,23 @@ def with_files_beside(catalog: Catalog, store: Store) -> Catalog:
 def _newer_or_other_models(catalog: Catalog, store: Store, files: Collection[str]) -> list[str]:
     """Return the models, except the one in `catalog`, to which an optimizer.pt in the same directory may belong.
 
-    Returns [] if all models have a step in their names and the model in `catalog` has the highest step, because the
-    optimizer.pt then belongs to this model. Also returns [] if the file name in `catalog` is a library's, or if no
-    other file contains tensors (args.pt, vocab.pt).
+    If the model in `catalog` has the highest step, models of other steps are left out. Returns [] if the file name in
+    `catalog` is a library's, or if no other file contains tensors (args.pt, vocab.pt).
     """
     name = next(iter(catalog.info.files), "")
     if len(catalog.info.files) > 1 or name in MODEL_FILES or _LIBRARY_FILE.fullmatch(name):
         return []  # libraries write each model to a directory of its own
-    models = [n for n in may_hold_model(files) if n.endswith((*TORCH_ENDINGS, ".safetensors"))]
-    steps = ordered(models)
-    is_newest = len(steps) == len(models) and steps[0].name == name
-    others = [] if is_newest else [other for other in models if other != name]
+    likely = [n for n in may_hold_model(files) if n != name]
+    others = [*torch_files(store, likely), *(n for n in likely if n.endswith(".safetensors"))]
+    steps = ordered([name, *others])
+    if steps and steps[0].name == name:
+        others = [other for other in others if parse_step(other) is None]
     return others if len(others) > _MAX_OTHERS or any(_may_contain_tensors(store, other) for other in others) else []
 
 
 def _may_contain_tensors(store: Store, path: str) -> bool:
     try:
-        return path.endswith(".safetensors") or bool(open_file(store, path).tensors)
+        return path.endswith(".safetensors") or bool(open_file(store, path, options=_ANY_CLASS).tensors)
     except UNREADABLE:
         return True
 
@@ -160,8 +162,9 @@ def adopt(catalog: Catalog, store: Store, state: TrainState, *, optimizer: bool 
 
     saved = read_training_state(store, catalog, tensor=_as_torch, read=read, optimizers=optimizer, whole=flattened)
     sections = _sections(saved.optimizers, list(state.parts("optimizer")), store.url) if optimizer else {}
+    weights = {rename(entry.fqn) for entry in catalog.by_role(Role.MODEL).values()}
     numbers = {
-        prefix: _numbered_parameters(saved.optimizers[prefix], key, state, rename, notes)
+        prefix: _numbered_parameters(saved.optimizers[prefix], key, state, rename, weights, notes)
         for prefix, key in sections.items()
     }
     tensors = _renamed(catalog, saved, rename, sections, tied, numbers)
@@ -552,19 +555,29 @@ def _states(
 
 
 def _numbered_parameters(
-    saved: SavedOptimizer, key: str, state: TrainState, rename: Callable[[str], str], notes: list[str]
+    saved: SavedOptimizer,
+    key: str,
+    state: TrainState,
+    rename: Callable[[str], str],
+    weights: set[str],
+    notes: list[str],
 ) -> dict[str, str]:
     """Map each numbered parameter to its live FQN. Return {} if the saved groups contain names.
 
-    If the live optimizer has parameters with names that torch saves beside the numbers, uses these names. Otherwise,
-    adds a note that the parameters were matched by order.
+    Uses the names that torch saves beside the numbers if all of them are names of weights, and the live optimizer has
+    at least one of these. Otherwise, adds a note that the parameters were matched by order. The names may be those of
+    parts of the model, such as `model.head.named_parameters()`.
+
+    Args:
+        weights: The names of the saved weights, as `rename` returns them.
     """
     names, numbers = parameter_names(state), {str(number) for group in saved.groups for number in group["params"]}
     live = {names.get(id(p), "") for group in _live(state, key).param_groups for p in group["params"]}
     tied = _tied(state)
     found = {number: rename(without_infixes(name)) for number, name in saved.names.items()}
+    are_weights = weights | live >= {*found.values()}
     found = {number: tied.get(fqn, fqn) for number, fqn in found.items()}
-    if saved.is_numbered and found.keys() == numbers and live & {*found.values()}:
+    if saved.is_numbered and found.keys() == numbers and are_weights and live & {*found.values()}:
         return found
     found = _by_position(saved, key, state)
     if found:

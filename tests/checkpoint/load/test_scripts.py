@@ -208,6 +208,20 @@ def test_saved_names_decide_even_if_only_some_parameters_are_still_trained(tmp_p
     assert torch.equal(found, wanted)
 
 
+def test_saved_names_that_only_a_part_of_the_model_has_do_not_decide(tmp_path):
+    def made() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Sequential(nn.Linear(2, 2, bias=False)))
+        return model, torch.optim.AdamW([{"params": [*part.named_parameters()]} for part in model])
+
+    model, optimizer = made()  # the names "weight" and "0.weight" stand for "0.weight" and "1.0.weight"
+    model(torch.ones(2)).sum().backward()
+    optimizer.step()
+    fresh, other = made()
+    load(TrainState(model=fresh, optimizer=other), str(save(_whole(model, optimizer), "torch", tmp_path)), tmp_path)
+    for mine, theirs in zip(fresh.parameters(), model.parameters(), strict=True):
+        assert torch.equal(other.state[mine]["exp_avg"], optimizer.state[theirs]["exp_avg"])
+
+
 class Counters:
     """Saves a nested dict of numbers."""
 
@@ -672,6 +686,8 @@ def test_an_optimizer_beside_weights_of_several_steps_belongs_to_the_latest(endi
         save_file(model.state_dict(), path) if ending == "safetensors" else torch.save(model.state_dict(), path)
         states_of[step] = torch.optim.AdamW(model.parameters(), lr=step / 8).state_dict()
     torch.save(states_of[2], tmp_path / "optimizer.pt")
+    torch.save(Counters(1), tmp_path / "training_args.bin")
+    (tmp_path / "train.bin").write_bytes(b"\x01" * 100)
     model = nn.Linear(3, 2)
     state = TrainState(model=model, optimizer=torch.optim.AdamW(model.parameters()))
     with pytest.raises(CheckpointMismatchError, match="the whole optimizer"):
