@@ -112,12 +112,13 @@ def torch_files(store: Store, names: Iterable[str]) -> list[str]:
 def begins_like_torch(store: Store, name: str) -> bool:
     """Return whether a file begins like a file of torch.save, or is empty.
 
-    Returns False for a symlink to a file outside the store, because such a link usually leads to data.
+    For a symlink to a file outside the store, returns whether the name is that of a model. Other such links usually
+    lead to data.
     """
     try:
         return store.read(name, 0, 2) in (b"", *TORCH_STARTS)
     except (UnsafePathError, FileNotFoundError):
-        return name in MODEL_FILES  # reading it raises an error that names the symlink
+        return "model" in name  # reading it raises an error that names the symlink
 
 
 def model_file(files: Sequence[str]) -> str | None:

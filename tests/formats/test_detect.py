@@ -355,3 +355,15 @@ def test_links_to_data_outside_the_directory_are_not_taken_for_checkpoints(names
     for name in names:
         (run / name).symlink_to(tmp_path / "data.bin")
     assert open_source(str(run)).catalog.info.files.keys() == {"ckpt.pt"}
+
+
+@pytest.mark.parametrize("names", [["adapter_model.bin"], ["model_rank_0.bin", "model_rank_1.bin"]])
+def test_a_link_with_a_models_name_to_a_file_outside_the_directory_is_refused(names, tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    torch.save({"w": torch.ones(3)}, tmp_path / "weights")
+    torch.save({"w": torch.zeros(3)}, run / "old.pt")
+    for name in names:
+        (run / name).symlink_to(tmp_path / "weights")
+    with pytest.raises(CkptkitError, match=names[0]):
+        open_source(str(run))
