@@ -192,8 +192,8 @@ class ManagedCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # Lightning's t
     def _ownership(self) -> dict[str, Any]:
         """Return the save arguments that control rotation: the policy, and the owner to whose checkpoints it applies.
 
-        A copy called "last" has a separate owner. With the same owner, rotation could delete the best or newest
-        checkpoint, which Lightning knows by a different name, and keep the copy.
+        A copy called "last" has a separate owner. With the same owner, rotation could keep the copy and delete the
+        original, which Lightning refers to by its own name.
         """
         if self._saves_last:
             return {"retention": RetentionPolicy(max_num=1), "owner": f"{self.state_key}/last"}

@@ -271,7 +271,9 @@ class FitPosition:
 
 
 def _left(fit: dict[str, Any], stage: str | None, going_on: bool) -> str | None:
-    """Set the loops' counters in `fit` to a position between two batches or epochs. Return what the run must do first.
+    """Set the loops' counters in `fit` to a position between two batches or epochs.
+
+    Returns what the resumed run must do first.
 
     Args:
         stage: Where the checkpoint was saved. None if Lightning or an older version of ckptkit saved the checkpoint.

@@ -166,7 +166,7 @@ def _sequence(
 ) -> int:
     """Return the `CommitRecord.sequence` of the result, which orders the checkpoints of the run at `parent`.
 
-    If the source is in the run, the result gets the source's number. Otherwise, the number follows from the step.
+    If the source is in the run, the result gets the source's number. Otherwise, the number is computed from the step.
     Checkpoints with the same number are ordered by step, and then by date.
     """
     from ckptkit.checkpoint.run.inventory import list_checkpoints

@@ -89,9 +89,9 @@ class _Step:
         return can_cut and (self.change is None or self.change.by_rows)
 
     def carry_out(self, data: Sequence[Bytes], dtype: str) -> tuple[npt.NDArray[Any], int]:
-        """Return the changed rows in `dtype`, and how many elements became infinite in the cast.
+        """Cast the changed rows to `dtype`. Return their bits as unsigned integers.
 
-        The rows are returned as unsigned integers with the same bits.
+        Also returns how many elements became infinite in the cast.
         """
         if self.change is None:
             out, infinite = cast(data[0], self.rows.dtype, dtype)
