@@ -55,8 +55,8 @@ class SignalWatch:
     installed handler also runs, unless it is the default one, which would end the process.
 
     Forked processes (DataLoader workers, multiprocessing pools) get the original handlers back, so SIGTERM ends them.
-    They ignore SIGUSR1 and SIGUSR2. A scheduler may send these signals to all processes of a job, but training needs
-    its workers until it has saved.
+    Only SIGUSR1 and SIGUSR2 are ignored there: a scheduler may send these signals to all processes of a job, but
+    training needs its workers until it has saved.
 
     Args:
         coordinator: Connects the ranks that must agree. No other thread may use it.
@@ -294,7 +294,7 @@ class CheckpointManager:
                 policy compares them.
             client_state: Any JSON value. A load returns it as `LoadReport.client_state`.
             tag: The checkpoint's name; None: "step_" and the step.
-            overwrite: Replace an existing checkpoint with this name.
+            overwrite: Replace an existing checkpoint of this name.
 
         Raises:
             RankFailedError: A rank failed, died or hung. Every rank raises the same error. Nothing was published.
@@ -441,7 +441,7 @@ class CheckpointManager:
     # --- listing and deleting
 
     def latest(self) -> int | None:
-        """Return the step of the newest committed checkpoint, or None if there is none. All ranks must call it.
+        """Return the step of the newest committed checkpoint, or None if the run is new. All ranks must call it.
 
         Raises:
             IncompleteCheckpointError: There are step directories, but none is committed (see `start_fresh`).
@@ -543,8 +543,8 @@ class CheckpointManager:
     def _stage(self, prepared: Prepared) -> None:
         """Copy the data to host memory.
 
-        If the copy fails, this method does not raise, because other ranks have already started to save. Then `publish`
-        raises the error on every rank.
+        If the copy fails, this method does not raise, because other ranks have already started to save. Instead,
+        `publish` raises the error on every rank.
         """
         started = prepared.clock.seconds()
         try:
@@ -730,7 +730,7 @@ def parse_signals(given: Any) -> tuple[int, ...]:
 def _which(value: Any) -> str | int:
     """Return the argument `which` as a step, a tag or a URL.
 
-    A path without a slash becomes "./PATH", because a string without a slash means a tag.
+    A path object without a slash becomes "./PATH", because a string without a slash means a tag.
     """
     if isinstance(value, os.PathLike):
         text = location("which", value)

@@ -61,8 +61,8 @@ class PhaseClock:
     def add_in_turn(self, found: Sequence[tuple[str, float, int]]) -> None:
         """Record consecutive phases (name, seconds, bytes) of this thread. The last phase ends now.
 
-        If several threads did the work, pass each phase's longest time. Times that add up to more than the elapsed time
-        are scaled down.
+        If several threads did the work, pass the longest time that a thread spent in each phase. Times that add up to
+        more than the elapsed time are scaled down.
         """
         thread, now = threading.current_thread().name, time.perf_counter()
         since = max((p.start + p.seconds for p in self.phases if p.thread == thread), default=self.started)
@@ -202,7 +202,7 @@ class LoadReport(TimedReport):
         unexpected: Keys of the checkpoint's loaded parts (model, optimizer, ...) that the training state lacks.
         skipped: Parts ("optimizer", "rng", ...) and tensors that were skipped on purpose, each with the reason.
         notes: Messages about casts, reseeded random number generators, hyperparameters that only the checkpoint or only
-            the live optimizer has, and damaged checkpoints that a fallback passed over. Notes of state that could not
+            the live optimizer has, and damaged checkpoints that a fallback passed over. Notes on state that could not
             be restored start with "not restored: ", and are also logged as warnings.
         extra: Values in the checkpoint's `extra` that the training state lacks.
         metrics, client_state: From the checkpoint's commit record.

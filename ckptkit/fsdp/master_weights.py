@@ -97,7 +97,7 @@ class MasterWeightOptimizer(Optimizer):
     def lend_state(self) -> Iterator[Mapping[int, torch.Tensor]]:
         """Lend this optimizer's state and settings to `base` during the block, and then take the changes back.
 
-        Yield a mapping from the id of each tensor that `base` updates to the parameter of the model.
+        Yield a mapping {id of a tensor that `base` updates: the model's parameter to which the tensor belongs}.
         """
         with self._lent(_unchanged) as loans:
             yield {id(loan.stepped): loan.parameter for loan in loans}
@@ -254,7 +254,7 @@ class MasterWeightOptimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state without casting it to lower precision, then round the masters into the parameters.
 
-        Also calls the load hooks of `base`. If the class of `base` overrides `load_state_dict`, calls this method, too.
+        Also calls the load hooks of `base`, and the `load_state_dict` of its class if the class overrides this method.
 
         Raises:
             CheckpointMismatchError: The number of groups, the number of parameters in a group, a shape or a master does

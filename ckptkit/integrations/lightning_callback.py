@@ -193,7 +193,7 @@ class ManagedCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # Lightning's t
         """Return the save arguments that control rotation: the policy, and the owner to whose checkpoints it applies.
 
         A copy called "last" has a separate owner. With the same owner, rotation could keep the copy and delete the
-        original, which Lightning refers to by its own name.
+        original, whose name Lightning still uses.
         """
         if self._saves_last:
             return {"retention": RetentionPolicy(max_num=1), "owner": f"{self.state_key}/last"}
@@ -261,9 +261,10 @@ class ManagedCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # Lightning's t
         return named or self._newest(root)
 
     def _newest(self, root: str) -> set[str]:
-        """Return the newest checkpoint in `root`, where no checkpoint is called "last". Empty if there is none.
+        """Return the newest checkpoint in `root`, or an empty set if `root` has no checkpoint.
 
-        Used for `ckpt_path="last"`. Without this, Lightning would find no checkpoint and start a new run.
+        Used for `ckpt_path="last"` if no checkpoint is called "last". Without this, Lightning would find no checkpoint
+        and start a new run.
         """
         if not root:
             return set()

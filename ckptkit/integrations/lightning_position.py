@@ -130,7 +130,7 @@ class FitPosition:
         return trainer.state.fn == TrainerFn.FITTING and trainer.validating and not finished
 
     def weights_are_replaced(self) -> bool:
-        """Return whether other weights are currently in place of the weights being trained.
+        """Return whether other weights have temporarily replaced the weights being trained.
 
         Callbacks that average weights put the average into the model during a validation.
         """

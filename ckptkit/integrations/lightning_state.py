@@ -141,7 +141,7 @@ class LightningCheckpoints:
         retention: RetentionPolicy | None = None,
         owner: str | None = None,
     ) -> None:
-        """Save `state`, and Lightning's `checkpoint` dictionary. Replaces an existing checkpoint with this name.
+        """Save `state`, and Lightning's `checkpoint` dictionary. Replaces an existing checkpoint of this name.
 
         Args:
             owner: Name of the callback that saves. `retention` applies only to this owner's checkpoints.

@@ -201,11 +201,11 @@ def copy(
 ) -> Copied:
     """Copy the checkpoint at `src`, or all committed checkpoints of the run at `src`, to `dst`.
 
-    All files are copied byte for byte, including the optimizer and the commit record. Each checkpoint appears
-    completely or not at all. The oldest checkpoint of a run is copied first, so an interrupted copy is a valid run that
-    lacks the newest checkpoints. Repeating the call copies the rest. If `dst` already has a checkpoint from the same
-    save, that checkpoint is kept. While the copy runs, no job deletes the source or writes to the destination. Pins
-    that people set are copied.
+    Files are copied byte for byte, including the optimizer and the commit record. Each checkpoint appears completely or
+    not at all. The oldest checkpoint of a run is copied first, so an interrupted copy is a valid run that lacks the
+    newest checkpoints. Repeating the call copies the rest: if the new run already has a checkpoint from the same save,
+    that checkpoint is kept. While the copy runs, no job deletes the source or writes to the destination. Pins that
+    people set are copied.
 
     Args:
         dst: The directory of the copy. For a single file, the new file or its directory. For a run, the new run's root.
@@ -221,7 +221,8 @@ def copy(
 
     Raises:
         CheckpointNotFoundError: `src` contains no checkpoint.
-        CheckpointExistsError: `dst` already exists.
+        CheckpointExistsError: `dst` already exists. For a run: a checkpoint of the same name in `dst` is incomplete, or
+            from another save.
         CorruptCheckpointError: The source is damaged or incomplete. If the source is a run, all undamaged checkpoints
             were copied.
         UsageError: `dst` is named after a different step, or `src` contains several checkpoints that ckptkit did not

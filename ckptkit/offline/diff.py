@@ -94,9 +94,9 @@ class DiffReport:
     """The result of `diff`. docs/json.md explains the other fields.
 
     Attributes:
-        values: The values other than tensors that differ. Maps a path ("optimizer.param_groups[0].lr") to both values
+        values: The differing values that are not tensors. Maps a path ("optimizer.param_groups[0].lr") to both values
             as text.
-        random: The states of random number generators that differ ("rng.0.torch").
+        random: The random number generators whose states differ ("rng.0.torch").
         left_out: The names that were not compared, because one of the checkpoints contains only weights.
         lack: What one of the checkpoints lacks, in words: "B has only weights" or "B has no optimizer". "" if neither
             applies.

@@ -87,13 +87,13 @@ def merge(  # noqa: PLR0913 - one argument an option
 ) -> ConvertReport:
     """Write the weighted sum of several checkpoints' model weights to `dst`, published atomically.
 
-    Each float tensor becomes ((w1 * x1 + w2 * x2) + w3 * x3) + .... If all weights are equal, it becomes the mean of
-    the tensors, ((x1 + x2) + x3 + ...) / n. Every operation is rounded to `sum_dtype` (for fp64 tensors, to fp64), and
-    the result is cast once. The result is bit-identical for any number of workers and any memory limit. Other tensors
-    (integers, booleans) are copied from the last source. Quantized weights (FP8, MXFP4, compressed-tensors) are first
-    dequantized to fp32, and the sum is written in bf16, or in `dtype`. The sources may have different formats, layouts
-    and world sizes, but their tensors must have the same names and shapes. Unquantized tensors must also have the same
-    dtypes. Optimizer states are not merged. Config and tokenizer come from the last source.
+    Each float tensor becomes ((w1 * x1 + w2 * x2) + w3 * x3) + .... If w1, w2, ... are all equal, it becomes the mean
+    of the tensors, ((x1 + x2) + x3 + ...) / n. Every operation is rounded to `sum_dtype` (for fp64 tensors, to fp64),
+    and the result is cast once. The result is bit-identical for any number of workers and any memory limit. Other
+    tensors (integers, booleans) are copied from the last source. Quantized weights (FP8, MXFP4, compressed-tensors) are
+    first dequantized to fp32, and the sum is written in bf16, or in `dtype`. The sources may have different formats,
+    layouts and world sizes, but their tensors must have the same names and shapes. Unquantized tensors must also have
+    the same dtypes. Optimizer states are not merged. Config and tokenizer come from the last source.
 
     Args:
         sources: The checkpoints, oldest first, or a single run if `last` or `steps` is set.
@@ -415,8 +415,8 @@ def _summed(
 ) -> int:
     """Compute ((w1 * x1 + w2 * x2) + ...) for each element, with each operation rounded to the dtype `sums`.
 
-    If all weights are equal, compute ((x1 + x2) + ...) / n, which takes fewer operations. If an element's sum
-    overflows, the element is computed in float64 instead.
+    If the `factors` w1, w2, ... are all equal, compute ((x1 + x2) + ...) / n, which takes fewer operations. If an
+    element's sum overflows, the element is computed in float64 instead.
     """
     kind = np.dtype(sums).type
     sizes = [dtype_of(dtype).itemsize for dtype in dtypes]

@@ -286,8 +286,8 @@ def _beside_tensors(catalog: Catalog) -> list[Check]:
 def _state_checks(source: Source) -> tuple[list[Check], list[Problem], dict[str, int]]:
     """Return the CRC-32s in the files of training state that a load reads beside the weights, and the files' problems.
 
-    The third value is the number of bytes without a CRC-32 in each file. An example of such a file is the optimizer.pt
-    of a Trainer beside safetensors files. Files that are not zip archives are only parsed.
+    An example of a file of training state is the optimizer.pt of a Trainer beside safetensors files. The third value is
+    the number of bytes without a CRC-32 in each file. Files that are not zip archives are only parsed.
     """
     store, known = source.store, source.catalog.info
     if "digests" in known.extra or source.url.rstrip("/") != store.url.rstrip("/"):  # ours, or a single file

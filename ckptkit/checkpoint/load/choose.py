@@ -339,7 +339,7 @@ def adoptable(
 
 
 def _first_readable(places: Sequence[str], storage_options: Mapping[str, Any] | None) -> Source | None:
-    """Open the first URL in `places` that is a checkpoint, or return None. Raises if that checkpoint can't be read."""
+    """Open the first checkpoint among `places`. Return None if there is none. Raises if it exists but can't be read."""
     skipped: list[CheckpointNotFoundError] = []
     for place in places:
         try:

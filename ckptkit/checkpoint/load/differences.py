@@ -70,7 +70,7 @@ class Mismatches:
         """Raise if there are mismatches. With strict=False, missing and unexpected names are accepted.
 
         Args:
-            elsewhere: Accept unexpected names if there are no other mismatches. Other ranks' states may have them.
+            elsewhere: Accept unexpected names, which other ranks' states may have, if there are no other mismatches.
         """
         kinds = {"with another shape": self.shapes, "with another dtype": self.dtypes, "incompatible": self.others}
         if strict:

@@ -222,7 +222,7 @@ def _add_schedulers(
 ) -> list[str]:
     """Add the saved schedulers and gradient scalers that match live ones. Return the keys of those that were added.
 
-    Adds a note for each one that is not restored. The caller adds its state to the `extra` state.
+    Adds a note for each one that is not restored. The caller adds the states of these to the `extra` state.
     """
     used: list[str] = []
     for kind, found in (("scheduler", saved.schedulers), ("grad_scaler", saved.scalers)):
@@ -565,8 +565,8 @@ def _numbered_parameters(
     """Map each numbered parameter to its live FQN. Return {} if the saved groups contain names.
 
     Uses the names that torch saves beside the numbers if all of them are names of weights, and the live optimizer has
-    at least one of these. Otherwise, adds a note that the parameters were matched by order. The names may be those of
-    parts of the model, such as `model.head.named_parameters()`.
+    at least one of these. Names from `model.head.named_parameters()`, a part of the model, are not names of weights. If
+    the saved names are not used, adds a note that the parameters were matched by order.
 
     Args:
         weights: The names of the saved weights, as `rename` returns them.
@@ -623,8 +623,9 @@ def _by_position(saved: SavedOptimizer, key: str, state: TrainState) -> dict[str
 def _fits(states: Collection[tuple[int, ...]], shape: tuple[int, ...]) -> bool:
     """Return whether states with the shapes `states` can belong to a parameter of `shape`.
 
-    At least one state must have the parameter's shape or, like the states of transformers' Adafactor, this shape
-    without one of the last two dimensions. The states of torch's Adafactor must have this shape together.
+    They can if at least one state has the parameter's shape or, like the states of transformers' Adafactor, this shape
+    without one of the last two dimensions. They also can if, like those of torch's Adafactor, they have the shapes
+    [n, 1] and [1, m] for a parameter of shape [n, m].
     """
     whole = (shape, shape[:-1], (*shape[:-2], *shape[-1:]))
     return not states or full_shape(states) == shape or any(found in whole for found in states)

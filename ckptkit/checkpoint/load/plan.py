@@ -108,7 +108,7 @@ class LoadOptions:
             optimizer later, with the handle in the report.
         key_map: A map from the checkpoint's names to the model's: a built-in name, a TOML or JSON file, or a NameMap.
             With a key map, only weights are loaded, and everything else is left unchanged. If the state has an
-            optimizer, also pass optimizer="skip".
+            optimizer, optimizer="skip" is required.
         convert_dtype: Cast model tensors whose dtype differs. If False, a different dtype is an error.
         atomic: Change nothing until everything is read and checked, for a job that continues after a failed load. Needs
             memory for a second copy. By default, only keys, shapes and dtypes are checked before anything is changed.
@@ -256,7 +256,7 @@ class LoadPlan:
     filled: Mapping[str, tuple[Box, ...]] = field(default_factory=dict)  # boxes to fill, by entry name; if padded
 
     def weights(self, optimizer: OptimizerPlan) -> dict[str, torch.Tensor]:
-        """Return the model tensors that the load fills, and the parameters of the given optimizer, by FQN."""
+        """Return, by FQN, the model tensors that the load fills and the parameters of the given optimizer."""
         return {**{target.entry.fqn or "": target.live for target in self.models}, **optimizer.parameters}
 
     def references(self) -> list[str]:
@@ -606,7 +606,7 @@ class _Planner:
         return _plan_masters(plan, masters, weights, found)
 
     def setting(self, plan: OptimizerPlan, saved: OptimizerTree, key: str) -> torch.Tensor:
-        """Return a param group's tensor setting (such as lr): if possible, as a DTensor if it was saved as one."""
+        """Return a param group's tensor setting (such as lr). One saved as a DTensor becomes a DTensor if possible."""
         return placed_whole(plan.parameters.values(), saved.held.get(key), self.small(key))
 
     def opened_states(self, plan: OptimizerPlan, fqn: str, parameter: torch.Tensor) -> None:
@@ -917,7 +917,7 @@ def _moved_values(tree: JSON, order: Sequence[int | None], saved: int, name: str
 
     Args:
         tree: The saved state of a scheduler.
-        order: For each live group, the index of the saved group.
+        order: For each live group, the index of the matching saved group.
         saved: The number of saved groups.
     """
     if isinstance(tree, dict):
@@ -995,8 +995,8 @@ def _lacking_states(plan: OptimizerPlan) -> list[str]:
 
     A live state that has its parameter's shape is missing if it is not saved. If a parameter has no live states yet, or
     if any of its live states is not saved, its saved states are also compared with those of the other parameters in the
-    group. States that another parameter has in addition to all of these are missing, too. For example, exp_avg_sq is
-    missing if one parameter has only exp_avg, and another has both.
+    group. If another parameter has all of these states and more, the additional states are missing, too. For example,
+    exp_avg_sq is missing if one parameter has only exp_avg, and another has both.
     """
     lacking: list[str] = []
     names = {id(parameter): fqn for fqn, parameter in plan.parameters.items()}
@@ -1051,7 +1051,7 @@ def plan_load(
 ) -> LoadPlan:
     """Plan a load without changing anything.
 
-    Reads all saved values that are not tensors. Reads only those tensors that optimizer settings or `extra` need.
+    Reads all saved values that are not tensors, and only those tensors that optimizer settings or `extra` need.
 
     Mismatches are collected in the plan's `mismatches`, with one exception: if a LOCAL checkpoint was saved on a
     different mesh, this raises an error.

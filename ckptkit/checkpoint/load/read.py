@@ -304,7 +304,7 @@ class Reading:
 
 
 def _live_references(plan: LoadPlan) -> dict[str, torch.Tensor]:
-    """Return a template for each tensor that an object refers to, keyed like the tensor.
+    """Return a template for each tensor that an object refers to, under the tensor's key.
 
     A template has the shape and placement that the load reads. For `extra`, the templates are the live tensors. For
     DTensors that optimizers keep in lists and dicts, the templates are new, uninitialized tensors.

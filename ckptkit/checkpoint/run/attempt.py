@@ -1,4 +1,4 @@
-"""Stores the files of one attempt to save until a single atomic step publishes them.
+"""Stores the files of one save attempt until a single atomic step publishes them.
 
 Local and remote stores give the same guarantee: a checkpoint exists if and only if its commit record exists. The record
 is written last, once all files that it names are durable.

@@ -1,4 +1,4 @@
-"""Holds a run's write lease, and a pin on the checkpoint from which the run was resumed, so that it is not deleted."""
+"""Holds a run's write lease, and a pin that protects the checkpoint from which the run was resumed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class _Shared:
 
 
 class RunHold:
-    """Holds, on rank 0, one manager's lease on the run, and a pin on the checkpoint that the manager loaded.
+    """Holds, for one manager on rank 0, the lease on the run and a pin on the checkpoint that the manager loaded.
 
     All managers in a process share the lease on a root, and their saves take turns. A manager that is never closed
     keeps the lease until the process exits. Later managers in the process share this lease.

@@ -105,7 +105,8 @@ class FullTensors:
     ) -> FullTensors:
         """Return the plan for a captured state. Does not communicate.
 
-        `previous` is the plan of an earlier save. If this rank had the same tensors then, its list of files is reused.
+        `previous` is the plan of an earlier save. If this rank had the same tensors then, that plan's list of files
+        is reused.
         """
         views = {key: part_view(key, tensor) for key, tensor in captured.tensors(aliases=False)}
         check_safetensors(views.values())

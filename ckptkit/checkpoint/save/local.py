@@ -1,4 +1,4 @@
-"""Saves LOCAL checkpoints: each rank writes its local tensors to one file, without communication.
+"""Saves LOCAL checkpoints: each rank writes its local tensors to its own file, without communication.
 
 Replicated parts are written by only one rank.
 """

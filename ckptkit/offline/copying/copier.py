@@ -107,7 +107,7 @@ class BoxDigest:
 class Infinite:
     """Counts the elements that became infinite in casts. Thread-safe.
 
-    Each row is (file, offset in the file, count).
+    Each item of `rows` is (file, offset in the file, count).
     """
 
     rows: list[tuple[int, int, int]] = field(default_factory=list)

@@ -126,7 +126,7 @@ def identities(store: Store, paths: Collection[str]) -> dict[str, tuple[Any, ...
 def take_over(
     store: LocalStore, whole: Plan, share: Share, journal: Journal, source: Store, *, check: bool, digests: bool
 ) -> Taken:
-    """Return what earlier commands finished of a share. Also delete its unfinished files, and begin the journal.
+    """Return the part of a share that earlier commands finished. Delete its unfinished files, and begin the journal.
 
     Args:
         whole: The plan for all ranks.
@@ -182,7 +182,7 @@ class _Past:
         return files[nbytes > 0], lo[nbytes > 0], (lo + nbytes)[nbytes > 0]
 
     def of(self, share: Share, store: LocalStore) -> Taken:
-        """Return what earlier commands finished of a share, if its files still exist."""
+        """Return the part of a share that earlier commands finished, if its files still exist."""
         if not self._ranges:
             return Taken()
         files, lo, hi = (np.concatenate(column) for column in zip(*self._ranges, strict=True))

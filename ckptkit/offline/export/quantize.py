@@ -55,7 +55,7 @@ class Quantized:
 
 
 def quantize(tensors: Mapping[str, OutputTensor], config: Mapping[str, Any] | None) -> Quantized:
-    """Replace the weights that transformers' FP8 quantizer would quantize with codes and scales. Return all tensors.
+    """Put codes and scales in place of the weights that transformers' FP8 quantizer would quantize. Return all tensors.
 
     As with transformers, some weights keep their dtype: weights with a size that is not a multiple of 128, weights that
     inference servers fuse with such a weight, and experts stacked into one tensor. If the installed transformers does

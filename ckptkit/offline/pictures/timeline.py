@@ -129,7 +129,7 @@ def _bars(items: Sequence[Listed], slot: float, base: float) -> list[str]:
 def _limit_lines(items: Sequence[Listed], slot: float, policy: RetentionPolicy, top: float, base: float) -> list[str]:
     """Draw a line at each limit of the policy.
 
-    The checkpoints left of a line exceed the limit. Rotation deletes them unless another rule keeps them.
+    The checkpoints to the left of a line exceed the limit. Rotation deletes them unless another rule keeps them.
     """
     committed = [i for i, item in enumerate(items) if item.state == "committed"]
     limits: list[tuple[str, int]] = []

@@ -190,7 +190,7 @@ def _boxes(mesh: TargetMesh, shape: tuple[int, ...], fsdp: int | None, tp: int |
 
 
 def _take_chunk(offsets: Int64, sizes: Int64, dim: int, parts: int, index: Int64) -> None:
-    """Narrow each box (one per row) along `dim` to one of `parts` chunks. `index` says to which.
+    """Narrow each box (one per row) along `dim` to one of `parts` chunks. `index` says to which one.
 
     A chunk has ceil(n / parts) elements. The last chunks may be shorter or empty.
     """
