@@ -264,7 +264,7 @@ def several_models(entries: Collection[TensorEntry]) -> str:
         in_dict = len(entry.key) == 2 and "." in str(entry.key[1]) and entry.fqn == f"{entry.key[0]}.{entry.key[1]}"
         if in_dict or entry.name == f"model_{entry.fqn}" or _NUMBERED.fullmatch(top):
             own.add(top)
-    models = dict.fromkeys(f"{top}." if top in own else "" for top in tops.values())
+    models = dict.fromkeys([f"{top}." if top in own else "" for top in tops.values()])
     if len(models) < 2:
         return ""
     listed = first_few([repr(prefix) if prefix else "no model's name" for prefix in models])
