@@ -57,7 +57,7 @@ class Journal:
     """Records one rank's finished steps in one attempt to run the command. Thread-safe."""
 
     def __init__(self, staging: str, *, world_size: int = 1, rank: int = 0) -> None:
-        """Open no file yet. The owner file of `rank` must exist before `begin`, which appends to the file.
+        """Open no file. `begin` opens the owner file of `rank`, which must exist by then, and appends to it.
 
         Args:
             staging: Absolute path of the staging directory.

@@ -36,7 +36,7 @@ _FOREVER = re.compile(r"keep-(.+)\.json")
 
 @dataclass(frozen=True, slots=True)
 class Pin:
-    """A reason not to delete checkpoint `name`. `owner` is the process that reads it, or None for a user's pin."""
+    """A reason not to delete checkpoint `name`. `owner` is the process that reads `name`, or None for a user's pin."""
 
     name: str
     why: str

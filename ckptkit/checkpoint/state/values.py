@@ -231,7 +231,7 @@ def in_order(tensor: torch.Tensor, order: list[int]) -> torch.Tensor:
 
 
 def _is_torchs(value: Any) -> bool:
-    """Return whether torch has the dtype of a numpy value: numbers, but no long doubles or swapped bytes."""
+    """Return whether torch supports the dtype of a numpy value: no long doubles, and no swapped byte order."""
     return value.dtype.kind in "biufc" and value.dtype.isnative and value.dtype.char not in "gG"
 
 
