@@ -25,6 +25,7 @@ from ckptkit.errors import (
 )
 from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.own.record import CommitRecord, find_record, step_of_name
+from ckptkit.formats.state_names import WEIGHTS_NAMES
 from ckptkit.formats.torch_save import MODEL_FILES, TORCH_ENDINGS, TORCH_STARTS, may_hold_model, model_file, torch_files
 from ckptkit.formats.trainers.steps import ordered, parse_step
 from ckptkit.gc_pause import collector_paused
@@ -42,7 +43,7 @@ RECORD = "checkpoint.json"
 MANIFEST = "manifest.safetensors"
 _DEEPSPEED = r".*mp_rank_\d+_(?:model|optim)_states\.pt|layer_\d+.*_states\.pt"
 # File names that tools use for weights. Safetensors files with different names are used only if nothing else is found.
-_WEIGHTS = r"(?:model|adapter_model|diffusion_pytorch_model|consolidated)(?:\.[\w-]+)?\.safetensors"
+_WEIGHTS = rf"(?:{WEIGHTS_NAMES})(?:\.[\w-]+)?\.safetensors"
 _SAFETENSORS = rf"{_WEIGHTS}|.*-\d{{5,}}-of-\d{{5,}}\.safetensors|.*\.safetensors\.index\.json"
 _TORCH_WEIGHTS = r"pytorch_model.*\.bin|.*model-\d{5,}-of-\d{5,}\.bin|.*\.bin\.index\.json|adapter_model\.bin"
 

@@ -10,6 +10,7 @@ from ckptkit.digests import DIGEST, hex_digest_of
 from ckptkit.errors import UNREADABLE, CheckpointExistsError
 from ckptkit.formats.hf.side_files import is_code, is_side_file, read_json
 from ckptkit.formats.own.record import MANIFEST_NAME, RECORD_NAME, find_record
+from ckptkit.formats.state_names import WEIGHTS_NAMES
 from ckptkit.storage.local import UNFINISHED
 from ckptkit.storage.store import FileInfo, Store
 
@@ -20,7 +21,7 @@ _VARIANT = (
     r"(?:\.(?:fp16|bf16|fp32|fp8|int8|int4|ema|non_ema|\d+))?"  # any other suffix may mark a copy that somebody keeps
 )
 _WEIGHTS = re.compile(
-    rf"(?:model|adapter_model|diffusion_pytorch_model|consolidated){_VARIANT}\.safetensors|"
+    rf"(?:{WEIGHTS_NAMES}){_VARIANT}\.safetensors|"
     rf"(?:shard-\d+-)?(?:model|(?:diffusion_)?pytorch_model|consolidated|adapter_model){_VARIANT}-\d{{5,}}-of-\d{{5,}}"
     rf"{_VARIANT}\.(?:safetensors|bin)|.+\.(?:safetensors|bin)\.index\.json|"
     rf"(?:diffusion_)?pytorch_model(?:_fsdp)?(?:_\d+)?{_VARIANT}\.bin|adapter_model\.bin|"

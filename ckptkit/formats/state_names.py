@@ -28,6 +28,8 @@ PARAM_GROUPS = "param_groups"
 SCHEDULER_STATE = ("last_epoch", "_last_lr")  # keys in every torch scheduler's state
 SCALER_STATE = ("scale", "growth_factor", "backoff_factor")  # keys in the state of an enabled GradScaler
 
+WEIGHTS_NAMES = "model|adapter_model|diffusion_pytorch_model|consolidated"  # of one safetensors file, without ending
+
 # Files that transformers and accelerate write in addition to the weights. If a job has several models, optimizers or
 # schedulers, accelerate numbers the second and later ones.
 MODEL_FILE = re.compile(r"(?:pytorch_)?model_(\d+)\.(?:safetensors|bin)")  # accelerate's second and later models

@@ -24,7 +24,7 @@ from ckptkit.formats.hf import safetensors
 from ckptkit.formats.nested import insert, with_lists
 from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.pickles.objects import TensorValue
-from ckptkit.formats.state_names import ACCELERATE_FILE, MODEL_FILE, OPTIMIZER_FILE
+from ckptkit.formats.state_names import ACCELERATE_FILE, MODEL_FILE, OPTIMIZER_FILE, WEIGHTS_NAMES
 from ckptkit.formats.torch_save import MODEL_FILES, may_hold_model, open_file, torch_files
 from ckptkit.formats.trainers.lightning import with_trained_weights
 from ckptkit.formats.trainers.merge import assembled, model_of, numbered, renamed, state_files
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     import torch
 
 _OF_MODEL = re.compile(r"model_(\d+)\.(.+)")  # parameters of accelerate's second and later models
-_LIBRARY_FILE = re.compile(r"(?:adapter_|diffusion_pytorch_)?model\.safetensors|adapter_model\.bin")
+_LIBRARY_FILE = re.compile(rf"(?:{WEIGHTS_NAMES})\.safetensors|adapter_model\.bin")
 _OF_RANKS = ("rank-files", "verl", "lightrft", "accelerate")  # formats with one file per rank
 _ANY_CLASS = ReadOptions(allow_pickle=True)  # training_args.bin contains an instance of transformers' class
 _MAX_OTHERS = 8  # how many files are opened to find out whether they contain tensors
