@@ -15,7 +15,7 @@ from ckptkit.storage.local import UNFINISHED
 from ckptkit.storage.store import FileInfo, Store
 
 _SHOWN = 3
-_OURS = re.compile(r"\.ckptkit-(?:owner(?:-\d+)?\.json|done/.*|new/.*)|\.probe-[0-9a-f]{16}\.part", re.DOTALL)
+_OURS = re.compile(r"\.ckptkit-(?:owner(?:-\d+)?\.json|done/.*|new/.*)", re.DOTALL)
 _STATE = re.compile(r"state-\d{5,}-of-\d{5,}\.safetensors")  # FULL's additional files
 _VARIANT = (
     r"(?:\.(?:fp16|bf16|fp32|fp8|int8|int4|ema|non_ema|\d+))?"  # any other suffix may mark a copy that somebody keeps

@@ -42,8 +42,6 @@ _SHORT = 256 << 10  # bytes; reading fewer from the page cache takes less time t
 _WAIT_S = 100e-6  # a slower read counts as a read from disk
 _MAX_WAITS = 8  # slow reads to tolerate before using threads; other load on the machine also slows down reads
 _DIRTY = 16 << 20  # bytes between writebacks: 1 GiB took 0.36 s (with 32 MiB: 0.38 s; with only an fsync: 0.47 s)
-_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-_Names = list[str]
 _Infos = list[FileInfo]  # inside the class, `list` is a method
 _Jobs = list[tuple[int, str, Span, list[ReadInto]]]
 _Reads = list[ReadInto]
@@ -408,16 +406,15 @@ class LocalStore(Store):
         with disk_errors(new):
             _rename_noreplace(old, new)
 
-    def link(self, source: str, target: str) -> None:
-        """Hard-link a file, or all files in a directory. Raises FileExistsError if `target` exists.
+    def move(self, source: str, target: str) -> None:
+        """Rename a file or a directory, and create missing directories. Raises FileExistsError if `target` exists.
 
-        If the file system has no hard links, makes durable copies. The last component of each path may be any name that
-        the file system allows.
+        The last component of each path may be any name that the file system allows.
         """
         old, new = self._entry(source), self._entry(target)
         with disk_errors(new):
             self._make_parents(new)
-            _link(old, new)
+            _rename_noreplace(old, new)
 
     def _entry(self, path: str) -> str:
         folder, _, name = path.rpartition("/")
@@ -426,17 +423,6 @@ class LocalStore(Store):
         place = self.path_of(folder)
         self._check_inside(place if os.path.lexists(place) else self.url)
         return f"{place}/{name}"
-
-    @contextlib.contextmanager
-    def opened(self, path: str) -> Iterator[OpenDirectory]:
-        """Yield an open directory. Its methods act on this directory, even if another directory later gets its name."""
-        full = self._to_change(path)
-        with disk_errors(full):
-            fd = os.open(full, _DIRECTORY)
-            try:
-                yield OpenDirectory(full, fd)
-            finally:
-                os.close(fd)
 
     def make_directory(self, path: str) -> None:
         """Create a directory and its parents. Raises FileExistsError."""
@@ -529,98 +515,12 @@ def is_directory(store: Store) -> TypeIs[LocalStore]:
     return isinstance(store, LocalStore)
 
 
-class OpenDirectory:
-    """An open directory. Its methods follow no symbolic links under the directory."""
-
-    def __init__(self, url: str, fd: int) -> None:
-        self.url, self._fd = url, fd
-
-    def read(self, name: str) -> bytes | None:
-        """Return the content of a file in this directory, or None if there is no such file."""
-        try:
-            fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=self._fd)
-        except FileNotFoundError:
-            return None
-        with os.fdopen(fd, "rb") as file:
-            return file.read()
-
-    def rename(self, name: str, new: str) -> None:
-        """Rename a file in this directory, and make this durable. Replaces an existing file `new`."""
-        os.rename(name, new, src_dir_fd=self._fd, dst_dir_fd=self._fd)
-        _sync(self._fd)
-
-    def delete(self, paths: Iterable[str]) -> None:
-        """Delete files under this directory, and the subdirectories that become empty. Ignores missing files."""
-        names: dict[str, _Names] = {}
-        for path in paths:
-            folder, _, name = path.rpartition("/")
-            names.setdefault(folder, []).append(name)
-        for folder, inside in sorted(names.items()):
-            with self._below(folder) as fd:
-                for name in inside if fd is not None else ():
-                    with contextlib.suppress(FileNotFoundError):
-                        os.unlink(name, dir_fd=fd)
-        above = {
-            folder[:at] for folder in names for at in range(1, len(folder) + 1) if folder[at : at + 1] in ("/", "")
-        }
-        for folder in sorted(above, key=len, reverse=True):
-            parent, _, name = folder.rpartition("/")
-            with self._below(parent) as fd, contextlib.suppress(OSError):
-                if fd is not None:
-                    os.rmdir(name, dir_fd=fd)
-
-    @contextlib.contextmanager
-    def _below(self, folder: str) -> Iterator[int | None]:
-        """Yield the descriptor of a subdirectory. None if the subdirectory does not exist or is a symbolic link."""
-        with contextlib.ExitStack() as stack:
-            fd: int | None = self._fd
-            for name in folder.split("/") if folder else ():
-                try:
-                    fd = os.open(name, _DIRECTORY, dir_fd=fd)
-                except OSError as error:
-                    if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
-                        raise
-                    fd = None
-                    break
-                stack.callback(os.close, fd)
-            yield fd
-
-
 def _sync(fd: int) -> None:
     try:
         os.fsync(fd)
     except OSError as error:
         if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network mounts can't sync a directory
             raise
-
-
-def _link(old: str, new: str) -> None:
-    """Create the hard link `new` to the file `old`, or a copy if the file system refuses the link."""
-    try:
-        os.link(old, new, follow_symlinks=False)
-        return
-    except (FileExistsError, FileNotFoundError):
-        raise
-    except OSError:
-        kind = _file_info(old, os.lstat(old)).kind
-        if kind == "other":
-            raise
-    if kind == "symlink":
-        os.symlink(os.readlink(old), new)
-    elif kind == "directory":
-        os.mkdir(new)
-        for name in os.listdir(old):
-            _link(f"{old}/{name}", f"{new}/{name}")
-    else:
-        fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
-        try:
-            with Path(old).open("rb") as file:
-                while piece := file.read(_MAX_SPAN):
-                    _LocalWriter(fd, new).write(piece)
-            shutil.copystat(old, new)
-            os.fsync(fd)
-        finally:
-            os.close(fd)
 
 
 @dataclass(slots=True)

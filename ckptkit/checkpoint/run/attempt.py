@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -111,13 +112,11 @@ class LocalPlace:
         if replaces and not overwrite:  # only what is left of a deleted checkpoint may be replaced
             gone = find_record(self.root, record_path(self.name)) is None
             replaces = gone and bool(deleted_records(self.root, self.name))
-        if replaces:  # link the replaced directory's foreign files, so that after a kill either directory has them
+        if replaces:  # `close` moves the foreign files of the replaced directory to the new one
             others = others_in(self.root, self.name)
-            try:
-                for path in others:
-                    self.root.link(f"{self.name}/{path}", f"{self.path}/{path}")
-            except FileExistsError as error:
-                raise would_replace(self.root, self.name, str(error)) from error
+            taken = [path for path in others if os.path.lexists(f"{self.store.url}/{path}")]
+            if taken:
+                raise would_replace(self.root, self.name, ", ".join(taken[:3]))
             if others:
                 text = "kept files in %s/%s that its commit record does not name: %s"
                 logger.info(text, self.root.url, self.name, others[:5])

@@ -31,11 +31,9 @@ from ckptkit.checkpoint.run.coordinator import Coordinator, Outcome, check_equal
 from ckptkit.checkpoint.run.inventory import Committed, Inventory, in_order, list_checkpoints
 from ckptkit.checkpoint.run.pins import list_pins
 from ckptkit.checkpoint.run.unnamed import (
-    DELETING,
     clear,
     delete_marked,
     deleted_records,
-    finish_deletion,
     give_up,
     mark_of,
     others_in,
@@ -73,7 +71,6 @@ logger = logging.getLogger(__name__)
 UPLOAD_AGE_S = 86400.0  # abort unfinished uploads at this age; uploads of dead saves are aborted earlier
 _SLACK = 1 << 20  # bytes to allow for the record and directories
 _OF_A_SAVE = re.compile(r"[^/]+/[0-9a-f]{16}/")  # the prefix of RemotePlace's keys
-_PROBE = re.compile(r"\.probe-[0-9a-f]{16}\.part")  # stores write it to test conditional writes
 
 
 def clean_leftovers(
@@ -127,10 +124,7 @@ def _dead_paths(root: Store, inventory: Inventory, view: Store, *, leased: bool)
         # On an object store (`kept` is None) only the lease's holder writes attempts.
         if (kept is None and leased) or (kept is not None and is_abandoned(root, kept, leased=leased)):
             dead.append(attempt.path)
-    if is_directory(root):
-        half = [f"{item.path}/{DELETING}" for item in inventory.skipped if item.deleted]
-        dead += [path for path in half if root.info(path) is not None]
-    else:
+    if not is_directory(root):
         # Marks of deletions (see `mark_of`) that are no longer needed: only the mark is left, or nothing was deleted.
         ended = [item.path for item in inventory.skipped if item.deleted and not item.kept_files]
         dead += [file.path for path in ended for file in view.list(path) if file.kind == "file"]
@@ -141,13 +135,10 @@ def _dead_paths(root: Store, inventory: Inventory, view: Store, *, leased: bool)
         kept = leftover_of(entry.path)
         if kept is not None and kept.kind == "owner" and is_abandoned(root, kept):
             dead.append(entry.path)  # its staging directory was removed or never created
-        elif entry.kind == "file":
-            # A half-written `latest`, or a probe. A probe is written without a lease, so only its age shows that its
-            # writer is dead.
-            part, old = UNFINISHED.fullmatch(entry.path), time.time() - entry.mtime > staging.STARTING_S
-            is_hint = part is not None and part[1] == LATEST_HINT
-            if (is_hint and leased) or (old and (is_hint or _PROBE.fullmatch(entry.path))):
-                dead.append(entry.path)
+        part = UNFINISHED.fullmatch(entry.path)
+        is_hint = entry.kind == "file" and part is not None and part[1] == LATEST_HINT
+        if is_hint and (leased or time.time() - entry.mtime > staging.STARTING_S):
+            dead.append(entry.path)
     return dead
 
 
@@ -171,9 +162,6 @@ def _remove(root: Store, path: str) -> list[str]:
     Returns the files of other programs in it, which are kept.
     """
     name, _, folder = path.rpartition("/")
-    if folder == DELETING and is_directory(root):
-        finish_deletion(root, name)
-        return []
     kept = leftover_of(path)
     is_attempt = kept is None and _OF_A_SAVE.match(f"{path}/") and not is_directory(root)
     if not is_attempt and (kept is None or kept.kind == "owner"):

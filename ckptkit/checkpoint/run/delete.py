@@ -11,7 +11,7 @@ from ckptkit.checkpoint.run.attempt import write_hint
 from ckptkit.checkpoint.run.commit import clean_leftovers
 from ckptkit.checkpoint.run.inventory import Inventory, list_checkpoints
 from ckptkit.checkpoint.run.pins import deleting, list_pins
-from ckptkit.checkpoint.run.unnamed import delete_in_place, delete_marked, give_up, mark_of, unnamed_files
+from ckptkit.checkpoint.run.unnamed import delete_marked, give_up, mark_of, unnamed_files
 from ckptkit.errors import CheckpointNotFoundError, CkptkitError, command_line
 from ckptkit.formats.own.record import CommitRecord, find_record, record_path
 from ckptkit.storage.listing import snapshot
@@ -159,11 +159,11 @@ def delete_checkpoint(root: Store, name: str, *, reason: str, kept: list[str] | 
             # Invariant: when the record is gone, the mark names the files to delete.
             root.delete([record_path(name)])
             unnamed = delete_marked(root, view, name, record)
-        elif unnamed := unnamed_files(root, name, record):
-            delete_in_place(root, name, record)
         else:
+            unnamed = unnamed_files(root, name, record)
             trash = drop(root, name)  # Invariant: the checkpoint is durably unlisted, and nobody sees it half deleted.
-            unnamed = [] if trash is None else give_up(root, trash, name)
+            if trash is not None:
+                give_up(root, trash, name)
     logger.info("deleted %s/%s (%s): %s", root.url, name, format_size(record.total_bytes), reason)
     if unnamed:
         shown = ", ".join(unnamed[:5]) + (f", ... ({len(unnamed)} in all)" if len(unnamed) > 5 else "")

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import filecmp
 import logging
 import os
 import re
+from collections.abc import Collection
 
-from ckptkit.errors import CheckpointNotFoundError, CkptkitError
+from ckptkit.errors import CkptkitError
 from ckptkit.formats.own.record import RECORD_NAME, CommitRecord, find_record, record_path
 from ckptkit.formats.replaceable import may_be_saved
 from ckptkit.log import warn_once
-from ckptkit.storage.local import LocalStore, OpenDirectory, is_directory
+from ckptkit.storage.local import LocalStore, is_directory
 from ckptkit.storage.store import Store
 
 logger = logging.getLogger(__name__)
 
-DELETING = ".ckptkit-deleting.json"  # name of the commit record while the checkpoint's files are being deleted
-_DELETED = ".ckptkit-deleted.json"
-_MARK = re.compile(r"\.ckptkit-(?:deleting|deleted(?:-[0-9a-f]{16})?)\.json")
+_DELETED = ".ckptkit-deleted.json"  # name of a deleted checkpoint's record, if foreign files are left
+_MARK = re.compile(r"\.ckptkit-deleted(?:-[0-9a-f]{16})?\.json")
 _ATTEMPT = re.compile(r"[0-9a-f]{16}/")
 
 
@@ -75,39 +74,48 @@ def clear(root: Store, path: str) -> list[str]:
 def give_up(root: LocalStore, path: str, name: str) -> list[str]:
     """Delete the staging or trash directory at `path`, but no foreign files.
 
-    If this directory contains a commit record, even a renamed one, the foreign files are moved to the directory `name`.
-    Otherwise, the foreign files stay where they are, and are returned.
+    If this directory contains a commit record, the foreign files are moved back to the directory `name`. Otherwise,
+    they stay where they are, and are returned. If the process is killed, the next call does the rest.
 
     Args:
         path: A directory that is not listed as a checkpoint.
         name: The checkpoint's name.
     """
-    marks = [mark for mark in (DELETING, _DELETED, RECORD_NAME) if root.info(f"{path}/{mark}") is not None]
-    if not marks:
+    mark = next((mark for mark in (_DELETED, RECORD_NAME) if root.info(f"{path}/{mark}") is not None), None)
+    if mark is None:
         return clear(root, path)
-    source, target = root.path_of(path), root.path_of(name)
     others = others_in(root, path)  # other programs wrote them, so they can have any name
-    lost = [inner for inner in others if not _is_there(f"{source}/{inner}", f"{target}/{inner}")]
-    for inner in lost:  # by now, a different file may have this name
-        aside = f".replaced-{path[-16:]}" if os.path.lexists(f"{target}/{inner}") else ""
-        with contextlib.suppress(FileExistsError):  # an earlier call linked it, and was then killed
-            root.link(f"{path}/{inner}", f"{name}/{inner}{aside}")
-    if lost and not os.path.lexists(f"{target}/{RECORD_NAME}"):
-        with contextlib.suppress(FileExistsError):  # the mark explains why there are files but no checkpoint
-            root.link(f"{path}/{marks[-1]}", f"{name}/{_DELETED}")
+    if others:
+        _delete_own(root, path, {*others, mark})
+        if mark == RECORD_NAME:
+            root.rename(f"{path}/{mark}", f"{path}/{_DELETED}")  # explains why there are files but no checkpoint
+        try:
+            root.rename(path, name)
+            root.sync_directory()
+            return []
+        except FileExistsError:  # a new checkpoint has the name
+            for inner in others:
+                try:
+                    root.move(f"{path}/{inner}", f"{name}/{inner}")
+                except FileExistsError:
+                    root.move(f"{path}/{inner}", f"{name}/{inner}.replaced-{path[-16:]}")
+            if root.info(f"{name}/{RECORD_NAME}") is None:
+                with contextlib.suppress(FileExistsError):
+                    root.rename(f"{path}/{_DELETED}", f"{name}/{_DELETED}")
     # Invariant: as long as files are left, the record says which belong to the checkpoint, even after a kill.
-    root.delete_tree(path, last=marks[-1])
+    root.delete_tree(path, last=_DELETED if others else mark)
     return []
 
 
-def _is_there(path: str, other: str) -> bool:
-    """Return whether `other` is a link to `path` or a copy of it.
-
-    If `path` is not a file, returns whether `other` exists.
-    """
-    if not os.path.isfile(path) or not os.path.lexists(other):
-        return os.path.lexists(other)
-    return filecmp.cmp(path, other, shallow=False)
+def _delete_own(root: LocalStore, path: str, kept: Collection[str]) -> None:
+    """Delete all files in the directory `path` except `kept`, and the directories that become empty."""
+    start = len(path) + 1
+    own = [item.path for item in root.list(path, recursive=True) if item.path[start:] not in kept]
+    root.delete(own)
+    folders = {file[:at] for file in own for at in range(start, len(file)) if file[at] == "/"}
+    for folder in sorted(folders, reverse=True):  # children before their parent
+        with contextlib.suppress(OSError):
+            os.rmdir(root.path_of(folder))
 
 
 def others_in(root: LocalStore, path: str) -> list[str]:
@@ -123,7 +131,7 @@ def others_in(root: LocalStore, path: str) -> list[str]:
 
 def deleted_records(root: Store, name: str) -> list[CommitRecord]:
     """Return the commit records of deleted checkpoints that have left files in a directory."""
-    paths = [f"{name}/{DELETING}", f"{name}/{_DELETED}"]
+    paths = [f"{name}/{_DELETED}"]
     if not is_directory(root):  # each attempt has its own folder and its own mark
         paths = [item.path for item in root.list(name) if _MARK.fullmatch(item.path[len(name) + 1 :])]
     found = []
@@ -147,38 +155,3 @@ def delete_marked(root: Store, view: Store, name: str, record: CommitRecord) -> 
     if all(_ATTEMPT.match(path) and not path.startswith(f"{record.data}/") for path in unnamed):
         root.delete([f"{name}/{mark_of(record)}"])
     return unnamed
-
-
-def delete_in_place(root: LocalStore, name: str, record: CommitRecord) -> None:
-    """Delete a checkpoint's files from its directory, and leave foreign files untouched.
-
-    The record is renamed first, which is durable and needs no space. From then on the directory is not a checkpoint. If
-    the process is killed, the renamed record tells `finish_deletion` which files to delete. Files are deleted
-    through the directory's file descriptor. So if a new checkpoint replaces the directory, the new checkpoint's files
-    stay.
-
-    Raises:
-        CheckpointNotFoundError: Another process deleted or replaced the checkpoint.
-    """
-    with root.opened(name) as folder:
-        found = folder.read(RECORD_NAME)
-        if found is None or CommitRecord.from_json(found, file=f"{folder.url}/{RECORD_NAME}").save_id != record.save_id:
-            raise CheckpointNotFoundError(
-                f"{folder.url} was deleted or replaced in the meantime; this deletion removed nothing."
-            )
-        folder.rename(RECORD_NAME, DELETING)
-        _delete_named(folder, record)
-
-
-def finish_deletion(root: LocalStore, name: str) -> None:
-    """Finish a deletion that was killed. May be called again."""
-    with contextlib.suppress(FileNotFoundError), root.opened(name) as folder:
-        found = folder.read(DELETING)
-        if found is not None:
-            _delete_named(folder, CommitRecord.from_json(found, file=f"{folder.url}/{DELETING}"))
-
-
-def _delete_named(folder: OpenDirectory, record: CommitRecord) -> None:
-    folder.delete(named_paths(record))
-    with contextlib.suppress(FileNotFoundError):  # another process has already finished the deletion
-        folder.rename(DELETING, _DELETED)
