@@ -1,12 +1,13 @@
 """Compare `CheckpointManager.save` and `load` with `dcp.save` and `dcp.load`: same ranks, same disk, one run.
 
     python -m benchmarks.save_load [--ranks 2 4] [--where /dev/shm /tmp] [--gigabytes 1] [--tensors 2000] \
-        [--device cuda] [--json FILE]
+        [--uncached] [--device cuda] [--json FILE]
 
 large: 16 parameters; adamw: a transformers model with AdamW; small: `--tensors` small parameters. Every figure is the
 best of `--repeat` runs; a run is the slowest rank between two barriers. CPU is the sum over ranks. Ratios are torch's
 time divided by ours: 2.0 means half the time. Before each save of either side, every rank uses and frees as much
-memory as it will write, because a virtual machine may have returned its memory to the host. `--cold` omits that. With
+memory as it will write, because a virtual machine may have returned its memory to the host. `--cold` omits that. Loads
+from a disk read from the page cache; with `--uncached` they read from the disk, as on a restarted machine. With
 `--device cuda` each rank has a GPU, and `bare` copies through pinned memory.
 """
 
@@ -37,6 +38,7 @@ def main() -> int:
     parser.add_argument(
         "--cold", action="store_true", help="measure also how a virtual machine gets memory from its host"
     )
+    parser.add_argument("--uncached", action="store_true", help="load from the disk instead of the page cache")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
@@ -48,7 +50,7 @@ def main() -> int:
             for kind in options.kinds:
                 root = f"{where}/ckptkit-benchmark"
                 arguments = (kind, options.gigabytes, options.tensors, root)
-                settings = (not options.no_sync, options.repeat, options.cold, options.device)
+                settings = (not options.no_sync, options.repeat, options.cold, options.device, options.uncached)
                 found = run_ranks(rank_main, ranks, *arguments, *settings, timeout=1800, device=options.device)[0]
                 rows.append({"where": where, "ranks": ranks, "kind": kind, "dd": dd, "best": found})
                 show(rows[-1])

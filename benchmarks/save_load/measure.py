@@ -225,8 +225,28 @@ def fresh(root: str) -> str:
     return path
 
 
+def leave_cache(path: str) -> None:
+    """Remove the files below `path` from the page cache, so that the next load reads them from the disk."""
+    dist.barrier()
+    if dist.get_rank() == 0:
+        for file in filter(Path.is_file, Path(path).rglob("*")):
+            descriptor = os.open(file, os.O_RDONLY)
+            os.fsync(descriptor)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(descriptor)
+    dist.barrier()
+
+
 def rank_main(
-    kind: str, gigabytes: float, tensors: int, root: str, sync: bool, repeat: int, cold: bool, device: str
+    kind: str,
+    gigabytes: float,
+    tensors: int,
+    root: str,
+    sync: bool,
+    repeat: int,
+    cold: bool,
+    device: str,
+    uncached: bool = False,
 ) -> dict[str, Result]:
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
@@ -240,6 +260,8 @@ def rank_main(
                 get_memory(nbytes + nbytes // 8)
             with peer(bench, path) as (save, load):
                 for phase, call in (("save", save), ("load", load)):
+                    if uncached and phase == "load":
+                        leave_cache(path)
                     found = timed(call)
                     known = best[name].get(phase, found)
                     best[name][phase] = (min(known[0], found[0]), min(known[1], found[1]))
