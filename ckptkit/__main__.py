@@ -21,8 +21,8 @@ def main() -> Any:
 def _keep_freed_memory() -> None:
     """Let malloc keep freed buffers, instead of returning them to the kernel and getting them back page by page.
 
-    A merge allocates buffers of 1 MB for each piece. Without this, a quarter of its CPU time went into page faults. Peak
-    memory is the same. Does nothing if the C library has no `mallopt`.
+    A merge allocates buffers of 1 MB for each piece. Without this, a quarter of its CPU time goes into page faults.
+    Peak memory is the same. Does nothing if the C library has no `mallopt`.
     """
     import ctypes
 
