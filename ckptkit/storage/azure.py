@@ -8,8 +8,9 @@ import secrets
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
+from ckptkit.errors import StorageError
 from ckptkit.storage.body import Body, Content
-from ckptkit.storage.requests import FsspecApi, LostUploadError, Upload
+from ckptkit.storage.requests import FsspecApi, Upload
 
 
 class AzureApi(FsspecApi):
@@ -37,7 +38,7 @@ class AzureApi(FsspecApi):
 
         Raises:
             FileExistsError: The blob exists already.
-            LostUploadError: Azure no longer has the blocks of the upload.
+            StorageError: Azure no longer has the blocks of the upload.
         """
         from fsspec.asyn import sync
 
@@ -77,7 +78,7 @@ class AzureUpload:
         absent = {"If-None-Match": "*"}
         try:
             self._api.call(self._name, lambda blob: blob.commit_block_list(blocks, headers=absent))
-        except (FileExistsError, LostUploadError):
+        except (FileExistsError, StorageError):
             # An earlier try, perhaps by Azure's client itself, may have succeeded although its response was lost.
             if not self._is_ours():
                 raise
@@ -90,9 +91,6 @@ class AzureUpload:
         except FileNotFoundError:
             return False
         return [item.id for item in committed] == [self._block(number) for number in sorted(self._nbytes)]
-
-    def anew(self) -> Upload:
-        return AzureUpload(self._api, self._name)
 
     def abort(self) -> None:
         """Do nothing: uncommitted blocks are invisible, and Azure discards them."""
@@ -117,7 +115,7 @@ def _translated(name: str) -> Iterator[None]:
         raise PermissionError(str(error)) from error
     except HttpResponseError as error:
         if error.error_code == "InvalidBlockList":
-            raise LostUploadError(f"{name}: the store has lost the blocks of the upload") from error
+            raise StorageError(f"{name}: the store has lost the blocks of the upload") from error
         if error.status_code == 403:
             raise PermissionError(str(error)) from error
         raise

@@ -13,7 +13,7 @@ from urllib.parse import quote
 
 from ckptkit.errors import StorageError
 from ckptkit.storage.body import Body, Content
-from ckptkit.storage.requests import Entries, Entry, FsspecApi, LostUploadError
+from ckptkit.storage.requests import Entries, Entry, FsspecApi
 from ckptkit.storage.retry import BODY_S, patiently
 
 _MARK = "ckptkit-put"  # metadata key: identifies the call that put an object
@@ -105,17 +105,8 @@ class GcsApi(FsspecApi):
         return str(json.loads(answer).get("generation", "")) if answer else ""
 
     def is_mine(self, name: str, data: bytes | Content, *, mark: str, tries: int) -> bool:
-        return self.has_mark(name, mark)
-
-    def has_mark(self, name: str, mark: str, *, nbytes: int = -1) -> bool:
-        """Return whether the put or upload with the id `mark` wrote the object.
-
-        If `nbytes` is given, the object must also have this size.
-        """
         with contextlib.suppress(FileNotFoundError):
-            found = self.info(name)
-            marked = bool(mark) and dict(found.get("metadata") or {}).get(_MARK) == mark
-            return marked and nbytes in (-1, found.get("size"))
+            return bool(mark) and dict(self.info(name).get("metadata") or {}).get(_MARK) == mark
         return False
 
     def upload(self, name: str) -> GcsUpload:
@@ -188,38 +179,21 @@ class GcsUpload:
             "Content-Type": "application/octet-stream",
             "Content-Length": str(content.nbytes),
         }
-        with _denied(), self._lost():
+        with _denied():
             answer, body = self._api.fs.call("POST", self._place, headers=headers, data=Body(content))
         if last and body:
             self._published = _size(body)
         if not last and _stop_of(answer) not in (None, stop):
             raise ConnectionError(f"{self._name}: the server received {_stop_of(answer)} of {stop} bytes")
 
-    @contextlib.contextmanager
-    def _lost(self) -> Iterator[None]:
-        """Raise LostUploadError if the upload session has ended."""
-        try:
-            yield
-        except Exception as error:  # gcsfs's HttpError is not an OSError
-            if isinstance(error, FileNotFoundError) or str(getattr(error, "code", "")) in ("404", "410"):
-                raise LostUploadError(errno.ENOENT, f"{self._name}: the upload session has ended: {error}") from error
-            raise
-
     def _received(self, start: int, stop: int, *, last: bool) -> int:
         """Ask the server how much of a part has arrived. Return the offset in the object at which these bytes end."""
-        try:
-            with _denied():
-                answer, body = self._api.fs.call("PUT", self._place, headers={"Content-Range": "bytes */*"})
-        except FileNotFoundError:
-            # Some servers forget a completed session; others don't support this request.
-            if last and self._api.has_mark(self._name, self._mark, nbytes=stop):
-                self._published = stop
-            return start if self._published is None else stop
+        with _denied():
+            answer, body = self._api.fs.call("PUT", self._place, headers={"Content-Range": "bytes */*"})
         if body:
             self._published = _size(body)
             if last and self._published == stop:
                 return stop
-            self._take_back()
             raise StorageError(errno.EBADMSG, f"{self._name}: the server ended the upload before it was complete")
         received = _stop_of(answer) or 0
         if not start <= received <= stop:
@@ -233,23 +207,17 @@ class GcsUpload:
         if size is None:
             size = int(self._api.info(self._name).get("size") or 0)
         if size != self._nbytes:
-            self._take_back()
             raise OSError(errno.EINVAL, f"{self._name} has {size} bytes, not the {self._nbytes} sent")
         return f"{size} bytes"  # not empty: an empty tag would mean that the object is not confirmed
-
-    def anew(self) -> GcsUpload:
-        return self._api.upload(self._name)
-
-    def _take_back(self) -> None:
-        """Delete the incomplete object if this upload has published it."""
-        if self._api.has_mark(self._name, self._mark):
-            self._api.delete([self._name])
 
     def abort(self) -> None:
         # Google answers 499 to a cancelled upload, and gcsfs accepts this status.
         with contextlib.suppress(FileNotFoundError):  # the session has ended
             self._api.fs.call("DELETE", self._place)
-        self._take_back()  # an emulator publishes an incomplete upload when queried for its state
+        # The server may have published the object: the answer to the last part may be lost, and an emulator publishes
+        # an incomplete upload when queried for its state.
+        if self._api.is_mine(self._name, b"", mark=self._mark, tries=1):
+            self._api.delete([self._name])
 
 
 def _size(body: bytes) -> int:

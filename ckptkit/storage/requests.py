@@ -36,10 +36,6 @@ class NotConditionalError(StorageError):
     """The store has no create-only puts."""
 
 
-class LostUploadError(StorageError, FileNotFoundError):
-    """The store has lost an upload, or refuses to complete it. All parts must be sent again."""
-
-
 def run_together(
     loop: asyncio.AbstractEventLoop, requests: Sequence[Callable[[], Coroutine[Any, Any, T]]]
 ) -> list[T | BaseException]:
@@ -88,16 +84,13 @@ class Upload(Protocol):
     in_order: bool  # whether a part may start only after the previous one has ended
 
     def part(self, number: int, content: Content, *, last: bool) -> None:
-        """Send a part. `number` starts at 1. May be called again after a failure. Raises LostUploadError."""
+        """Send a part. `number` starts at 1. May be called again after a failure."""
 
     def complete(self) -> str:
         """Publish the object, and return its ETag or generation ("" if unknown). May be called again after a failure.
 
-        Raises FileExistsError or LostUploadError.
+        Raises FileExistsError if the object exists.
         """
-
-    def anew(self) -> Upload:
-        """Start a new upload of the same object, after the store has lost this upload."""
 
     def abort(self) -> None:
         """Discard the upload."""
@@ -318,9 +311,6 @@ class _FileUpload:
             self._handle.close()
             self._handle.commit()
         return ""
-
-    def anew(self) -> Upload:
-        raise StorageError(errno.ENOTSUP, "fsspec does not report lost uploads")
 
     def abort(self) -> None:
         try:

@@ -20,7 +20,6 @@ from ckptkit.storage.requests import (
     Entry,
     FsspecApi,
     Got,
-    LostUploadError,
     NotConditionalError,
     Range,
     Sink,
@@ -337,10 +336,7 @@ class S3Upload:
         self._completing = False
 
     def part(self, number: int, content: Content, *, last: bool) -> None:
-        try:
-            answer = self._api._call("upload_part", PartNumber=number, **self._api._body(content), **self._where)
-        except FileNotFoundError as error:
-            raise _lost_by(error) from error
+        answer = self._api._call("upload_part", PartNumber=number, **self._api._body(content), **self._where)
         with self._lock:
             self._tags[number] = answer["ETag"]
 
@@ -361,20 +357,11 @@ class S3Upload:
             self._api.connection.learn(self._where["Bucket"], conditional=False)
             return self.complete()
         except OSError as error:
-            lost = isinstance(error, FileNotFoundError) or error_code(error) == "InvalidPart"
-            if not lost and not isinstance(error, FileExistsError):
-                raise
             # An earlier try may have succeeded, but its response was lost.
-            if again and self._is_ours(name):
+            gone = isinstance(error, (FileExistsError, FileNotFoundError)) or error_code(error) == "InvalidPart"
+            if again and gone and self._is_ours(name):
                 return ""
-            if lost:  # rclone rejects an interrupted part, and then all other parts too
-                raise _lost_by(error) from error
             raise
-
-    def anew(self) -> S3Upload:
-        made = self._api.upload(f"{self._where['Bucket']}/{self._where['Key']}")
-        made._completing = self._completing  # the lost upload may still succeed; then the new one is refused
-        return made
 
     def _is_ours(self, name: str) -> bool:
         """Return whether the object `name` consists of exactly the parts of this upload."""
@@ -414,10 +401,6 @@ def _combined_tag(tags: Sequence[str]) -> str:
     except ValueError:
         return ""  # encrypted with a customer's key, so the tags are not MD5s
     return f"{hashlib.md5(digests, usedforsecurity=False).hexdigest()}-{len(tags)}"
-
-
-def _lost_by(error: OSError) -> LostUploadError:
-    return LostUploadError(errno.ENOENT, f"the store has lost the upload: {error_code(error)}: {error}")
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from typing import Any
 from ckptkit.storage.body import Collected, Content
 from ckptkit.storage.connection import Connection
 from ckptkit.storage.pool import result_of
-from ckptkit.storage.requests import FsspecApi, LostUploadError, Upload
+from ckptkit.storage.requests import FsspecApi, Upload
 
 logger = logging.getLogger(__name__)
 
@@ -19,14 +19,13 @@ UPLOAD_BYTES = 24 << 20  # size of a part that was copied; lent memory is sent i
 _STEP = 1 << 20  # the first part ends at a multiple of this; GCS requires multiples of 256 KiB
 _MANY = 8000  # from this many parts on, parts are larger, because S3 accepts at most 10 000
 _LARGE = 512 << 20
-_TIMES = 3  # maximum number of times that an object is sent, if the store keeps losing the upload
 
 
 class PartWriter:
     """Splits a stream of writes into parts. Sends several parts at a time, or one by one if the store needs the order.
 
     `write` copies the data, and `lend` does not. `Connection.upload` limits the memory of the parts that are being
-    sent. If the store loses an upload, the data is sent again. This is possible only if no data was passed to `write`.
+    sent.
 
     If a part fails, the next `write` or `finish` raises the error of the part. Only one thread may use a writer.
 
@@ -50,7 +49,6 @@ class PartWriter:
         self._upload: Upload | None = None
         self._count = 0
         self._sending: list[Future[object]] = []
-        self._sent: list[Content] | None = []  # None once a copy was sent, because copies are not kept
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         """Append a copy of `data`."""
@@ -96,61 +94,35 @@ class PartWriter:
         if self._upload is None:
             return self._part.content()
         self._send(self._part.content(), last=True)
-        for _ in range(_TIMES - 1):
-            try:
-                return self._complete(self._upload)
-            except LostUploadError as error:
-                if self._sent is None:
-                    raise
-                logger.info("the store lost an upload (%s); sending it again", error)
-            self._discard(self._upload)
-            self._upload = self._attempt(self._upload.anew)
-            sent, self._sent, self._sending, self._count = self._sent, [], [], 0
-            for content in sent:
-                self._send(content, last=content is sent[-1])
-        return self._complete(self._upload)
-
-    def _complete(self, upload: Upload) -> str:
         for future in self._sending:
             result_of(future)
-        return str(self._attempt(upload.complete))
+        return str(self._attempt(self._upload.complete))
 
     def _send(self, content: Content, *, last: bool) -> None:
         assert self._upload is not None
-        if content.copied:
-            self._sent = None
-        elif self._sent is not None:
-            self._sent.append(content)
         waiting = []
         for future in self._sending:
-            if not future.done() and not self._upload.in_order:
-                waiting.append(future)
-                continue
-            try:
+            if future.done() or self._upload.in_order:
                 result_of(future)
-            except LostUploadError:
-                if self._sent is None:
-                    raise
-                return  # `finish` sends everything again
-        self._sending = waiting
+            else:
+                waiting.append(future)
         self._count += 1
         job = partial(self._upload.part, self._count, content, last=last)
-        self._sending.append(self._connection.upload(lambda: self._attempt(job), self._api.held(content)))
+        sent = self._connection.upload(lambda: self._attempt(job), self._api.held(content))
+        self._sending = [*waiting, sent]
 
     def abort(self) -> None:
         """Discard the upload. Never raises, because the caller is already handling an error."""
         for future in self._sending:
             future.cancel()
-        if self._upload is not None:
-            self._discard(self._upload)
-
-    def _discard(self, upload: Upload) -> None:
         for future in self._sending:  # a part that arrives after the abort would cost money
             if not future.cancelled():
                 future.exception()
+        if self._upload is None:
+            return
         try:
-            self._attempt(upload.abort)
-        except Exception as error:  # noqa: BLE001 - the caller has an error already, or tries again
+            self._attempt(self._upload.abort)
+        except Exception as error:  # noqa: BLE001 - the caller has an error already
             logger.warning("an unfinished upload is left; the next prune of its run removes it: %s", error)
 
 

@@ -147,13 +147,6 @@ def test_a_server_that_ends_an_upload_early_is_an_error(store, proxy, sessions):
     assert store.list() == []
 
 
-@pytest.mark.parametrize("fate", ["lost", "cut"])
-def test_after_a_lost_answer_to_the_last_part_the_object_is_looked_up(store, proxy, small_parts, fate):
-    proxy.clear()
-    proxy.rule = nth(fate, 7)
-    assert put(store, "x") == store.read("x")
-
-
 def test_a_put_whose_answer_was_lost_is_not_a_conflict(store, proxy):
     proxy.rule = first_of_each("lost")
     store.write("record", b"mine")

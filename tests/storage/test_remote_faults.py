@@ -157,10 +157,12 @@ def test_an_error_in_a_200_answer_to_complete_is_a_failure(store, proxy, impatie
         assert store.list() == [] and store.unfinished_uploads() == []
 
 
-@pytest.mark.parametrize("lost", [is_part, is_end])
-def test_a_lost_upload_leaves_nothing(store, proxy, lost):
-    proxy.rule = only(Answer(404, "NoSuchUpload"), lost)
-    with pytest.raises(FileNotFoundError), store.writer("big") as out:
+@pytest.mark.parametrize(
+    ("lost", "answer"), [(is_part, Answer(404, "NoSuchUpload")), (is_end, Answer(400, "InvalidPart"))]
+)
+def test_a_lost_upload_is_an_error_and_leaves_nothing(store, proxy, lost, answer):
+    proxy.rule = only(answer, lost)
+    with pytest.raises(OSError, match=answer.code), store.writer("big") as out:
         out.write(bytes(3 * PART))
     proxy.rule = PASS
     assert store.list() == [] and store.unfinished_uploads() == []
