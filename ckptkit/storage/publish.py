@@ -53,42 +53,30 @@ def open_staging(parent: LocalStore, name: str, nonce: str, *, leased: bool = Fa
     return parent.child(path)
 
 
-def close_staging(parent: LocalStore, name: str, nonce: str, *, replaceable: Replaceable | None = None) -> None:
+def close_staging(
+    parent: LocalStore, name: str, nonce: str, *, old: str = "", replaceable: Replaceable | None = None
+) -> None:
     """Delete a staging directory and its owner files. After publication, the directory may already be gone.
 
-    After a replacement, the staging directory contains the old content of the target. The old content is deleted too,
-    unless `replaceable` raises CheckpointExistsError for it. In this case, it is renamed and kept.
+    Args:
+        old: The path of the target's old content, which a replacement has put into the staging directory. It is checked
+            again, because other programs may have added files since the first check. If `replaceable` raises
+            CheckpointExistsError for it, it is renamed and kept.
     """
     path = staging_name(name, nonce)
-    _keep_foreign(parent, path, replaceable)
+    if old and replaceable is not None:
+        try:
+            replaceable(parent, old, ())
+        except CheckpointExistsError as error:
+            kept, place = f"{name}.replaced-{nonce}", parent.path_of(name)
+            parent.rename(old, kept)
+            parent.sync_directory()
+            why = error.reason or str(error)
+            logger.warning("%s was replaced; its old content is kept as %s: %s", place, parent.path_of(kept), why)
     trash = drop(parent, path)
     if trash is not None:
         parent.delete_tree(trash)
     parent.delete(reversed(owner_files(parent, path)))
-
-
-def _keep_foreign(parent: LocalStore, path: str, replaceable: Replaceable | None) -> None:
-    """Keep the old content of a replaced target under a new name, unless `replaceable` allows its deletion.
-
-    After the swap, the old content is in the staging directory `path`. `replaceable` was already called before the
-    swap, but other programs may have added files after that call.
-    """
-    leftover, writer = leftover_of(path), read_owner(parent, owner_path(path))
-    if leftover is None or writer is None or not writer.old.startswith(path) or parent.info(writer.old) is None:
-        return
-    why = "its content was not checked"
-    try:
-        if replaceable is not None:
-            replaceable(parent, writer.old, ())
-            return
-    except CheckpointExistsError as error:
-        why = error.reason or str(error)
-    kept = f"{leftover.name}.replaced-{leftover.nonce}"
-    parent.rename(writer.old, kept)
-    parent.sync_directory()
-    logger.warning(
-        "%s was replaced; its old content is kept as %s: %s", parent.path_of(leftover.name), parent.path_of(kept), why
-    )
 
 
 def sync_tree(store: LocalStore) -> None:
@@ -159,28 +147,21 @@ def drop(parent: LocalStore, name: str) -> str | None:
     return target
 
 
-def clean_siblings(
-    parent: LocalStore, name: str, *, keep: Leftover | None = None, replaceable: Replaceable | None = None
-) -> None:
-    """Delete all files and directories of dead writers of `name` under `parent`, except those of `keep`.
-
-    If a dead writer had replaced old content, its staging directory contains the old content. The old content is kept
-    if `replaceable` raises CheckpointExistsError for it.
-    """
+def clean_siblings(parent: LocalStore, name: str, *, keep: Leftover | None = None) -> None:
+    """Delete all files and directories of dead writers of `name` under `parent`, except those of `keep`."""
     for leftover in leftovers(parent, name):
         if (keep is not None and leftover.nonce == keep.nonce) or not is_abandoned(parent, leftover):
             continue
         try:
-            _clean(parent, leftover, replaceable)
+            _clean(parent, leftover)
         except PermissionError as error:  # the file belongs to a different user; `name` can still be written
             logger.warning("%s/%s, left by a dead process, could not be removed: %s", parent.url, leftover.path, error)
 
 
-def _clean(parent: LocalStore, leftover: Leftover, replaceable: Replaceable | None) -> None:
+def _clean(parent: LocalStore, leftover: Leftover) -> None:
     """Delete a dead writer's staging directory. If it is complete and the target is missing, publish it instead."""
     if finish_replacement(parent, leftover):
         return
-    _keep_foreign(parent, leftover.path, replaceable)
     logger.info("removing %s/%s, left by a dead process", parent.url, leftover.path)
     trash = drop(parent, leftover.path) if leftover.kind == "tmp" else leftover.path
     if trash is not None:
@@ -277,7 +258,7 @@ def _stage_local(
         )
     parent = LocalStore(head)
     left = resumable(parent, name, dead=dead) if resume else None
-    clean_siblings(parent, name, keep=left, replaceable=replaceable)  # first: it may finish a dead writer's replacement
+    clean_siblings(parent, name, keep=left)  # first: it may finish a dead writer's replacement
     rule = replaceable if overwrite else None
     check_target(parent, name, replaceable=rule)
     check_writable(parent)  # without this check, the error would name the owner file
@@ -293,14 +274,14 @@ def _stage_local(
             Journal(staging.url).end()  # after this, the staging directory may contain the replaced content
         if rule is not None:  # check again, because hours may have passed
             check_target(parent, name, replaceable=rule)
-        _put_in_place(parent, nonce, name, file=file, overwrite=overwrite)
+        old = _put_in_place(parent, nonce, name, file=file, overwrite=overwrite)
     except BaseException as error:
         with contextlib.suppress(OSError):
             if not (resume and is_interruption(error) and give_up(parent, name, nonce)):
-                close_staging(parent, name, nonce, replaceable=replaceable)
+                close_staging(parent, name, nonce)
         raise
     try:
-        close_staging(parent, name, nonce, replaceable=replaceable)
+        close_staging(parent, name, nonce, old=old, replaceable=replaceable)
     except OSError as error:  # the new content is published and durable; only space is wasted
         logger.warning("%s was replaced, but its old content could not be deleted: %s", parent.path_of(name), error)
 
@@ -352,7 +333,7 @@ def _replace_in_two_steps(parent: LocalStore, nonce: str, name: str) -> None:
     """
     staging, old_nonce = staging_name(name, nonce), new_nonce()
     old = staging_name(name, old_nonce)
-    _state(parent, name, old_nonce, old=old)
+    _state(parent, name, old_nonce)
     _state(parent, name, nonce, replaces=name)  # this write is not atomic, but the old content is still in place
     try:
         with contextlib.suppress(FileNotFoundError):
@@ -365,22 +346,22 @@ def _replace_in_two_steps(parent: LocalStore, nonce: str, name: str) -> None:
                 parent.rename(old, name)
             parent.delete([owner_path(old)])
         raise
-    _state(parent, name, nonce, old=staging)
+    _state(parent, name, nonce)
     with contextlib.suppress(FileNotFoundError):
         parent.rename(old, staging)
     parent.delete([owner_path(old)])
 
 
-def _state(parent: LocalStore, name: str, nonce: str, *, replaces: str = "", old: str = "") -> None:
-    """Rewrite the owner file of a staging directory. See `Writer` for `replaces` and `old`."""
-    body = json.dumps({"nonce": nonce, "whole": replaces, "old": old, **owner_json(parent)})
+def _state(parent: LocalStore, name: str, nonce: str, *, replaces: str = "") -> None:
+    """Rewrite the owner file of a staging directory. See `Writer` for `replaces`."""
+    body = json.dumps({"nonce": nonce, "whole": replaces, **owner_json(parent)})
     Path(parent.path_of(owner_path(staging_name(name, nonce)))).write_text(body)
 
 
-def _put_in_place(parent: LocalStore, nonce: str, name: str, *, file: str = "", overwrite: bool) -> None:
+def _put_in_place(parent: LocalStore, nonce: str, name: str, *, file: str = "", overwrite: bool) -> str:
     """Publish a synced staging directory, or only its `file`, as `name`.
 
-    If `name` had content before, this old content gets the staging name.
+    If `name` had content before, this old content gets the staging name. Returns its path, or "" if it is gone.
     """
     staging, found = staging_name(name, nonce), parent.info(name)
     if found is not None and found.kind == "directory":
@@ -389,18 +370,17 @@ def _put_in_place(parent: LocalStore, nonce: str, name: str, *, file: str = "", 
             found = None
     source = f"{staging}/{file}" if file else staging
     if found is not None and overwrite:
-        # Invariant: replaced content is checked before it is deleted, even if this process is killed.
-        _state(parent, name, nonce, old=source)
         if exchange(parent, source, name):
-            return
+            return source
         if not file:
             _replace_in_two_steps(parent, nonce, name)
-            return
+            return staging if parent.info(staging) is not None else ""
         os.replace(parent.path_of(source), parent.path_of(name))
         parent.sync_directory()
-        return
+        return ""
     try:
         publish(parent, source, name)
+        return ""
     except FileExistsError as error:
         raise CheckpointExistsError(
             f"{parent.path_of(name)} was created by another process during the write; it was not changed."

@@ -96,15 +96,12 @@ class Writer:
             writer counts as dead.
         replaces: The name that the staging directory, which is complete, is about to get in place of an existing
             checkpoint or export. "" in all other cases.
-        old: The path under which the replaced checkpoint or export may be: the staging directory, or a file in it. ""
-            if nothing was replaced.
     """
 
     nonce: str
     owner: Owner
     leased: bool
     replaces: str = ""
-    old: str = ""
 
 
 def write_owner(store: Store, path: str, nonce: str, *, leased: bool = False) -> None:
@@ -134,8 +131,7 @@ def read_owner(store: Store, path: str) -> Writer | None:
     owner = owner_in(store, body)
     if owner is None or not isinstance(body.get("nonce"), str):
         return None
-    replaces, old = str(body.get("whole") or ""), str(body.get("old") or "")
-    return Writer(body["nonce"], owner, body.get("leased") is True, replaces, old)
+    return Writer(body["nonce"], owner, body.get("leased") is True, str(body.get("whole") or ""))
 
 
 def is_abandoned(parent: Store, leftover: Leftover, *, leased: bool = False) -> bool | None:

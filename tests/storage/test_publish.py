@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
 import multiprocessing
@@ -153,9 +152,9 @@ def test_replaceable_is_asked_before_writing_and_again_before_the_swap(tmp_path,
 def test_a_file_created_between_the_last_check_and_the_swap_is_kept_and_named(tmp_path, old, swap, monkeypatch, caplog):
     put_in_place = publish._put_in_place
 
-    def late(*args: Any, **options: Any) -> None:
+    def late(*args: Any, **options: Any) -> str:
         (old / "notes.txt").write_bytes(b"mine")
-        put_in_place(*args, **options)
+        return put_in_place(*args, **options)
 
     monkeypatch.setattr(publish, "_put_in_place", late)
     with stage(str(old), replaceable=no_notes, overwrite=True) as store:
@@ -165,22 +164,6 @@ def test_a_file_created_between_the_last_check_and_the_swap_is_kept_and_named(tm
     old = {"a/model.bin": b"old", "index.json": b"{}old", "notes.txt": b"mine"}
     assert tree(tmp_path / kept) == old
     assert f"kept as {tmp_path / kept}: it holds notes.txt" in caplog.text
-
-
-@pytest.mark.parametrize("overwrite", [True, False])
-def test_a_file_that_came_before_the_swap_of_a_killed_writer_is_kept_by_the_next(
-    tmp_path, old, swap, overwrite, monkeypatch
-):
-    nonce = "0123456789abcdef"
-    root = LocalStore(tmp_path)
-    publish.open_staging(root, "out", nonce).write("index.json", b"new")
-    (old / "notes.txt").write_bytes(b"mine")
-    publish._put_in_place(root, nonce, "out", overwrite=True)  # killed after it
-    monkeypatch.setattr(publish, "is_abandoned", lambda *_: True)
-    with contextlib.suppress(CheckpointExistsError):
-        put(old, overwrite=overwrite, rule=no_notes)
-    assert names(tmp_path) == ["out", f"out.replaced-{nonce}"]
-    assert tree(tmp_path / f"out.replaced-{nonce}")["notes.txt"] == b"mine"
 
 
 def test_a_foreign_file_at_the_place_of_a_single_file_result_is_kept(tmp_path):
@@ -293,7 +276,7 @@ def test_a_kill_at_any_operation_leaves_the_old_or_the_new(tmp_path, swap, monke
         # Without an atomic swap (NFS) the target may be absent for a moment, but is never a mixture or lost.
         assert there in ([old, new] if swap else [old, new, {}]), f"operation {nth}"
         gaps += not there
-        publish.clean_siblings(LocalStore(root), "out", replaceable=anything)
+        publish.clean_siblings(LocalStore(root), "out")
         assert tree(root / "out") in (old, new), f"operation {nth}"
         put(root / "out", overwrite=True)
         assert tree(root) == {f"out/{name}": data for name, data in new.items()}, f"operation {nth}"
@@ -329,7 +312,7 @@ def test_a_failed_two_step_replacement_restores_the_old_directory(tmp_path, old,
     with pytest.raises(OSError, match="Input/output"):
         put(old, overwrite=True)
     monkeypatch.undo()
-    publish.clean_siblings(LocalStore(tmp_path), "out", replaceable=anything)
+    publish.clean_siblings(LocalStore(tmp_path), "out")
     assert tree(tmp_path) == before
 
 
