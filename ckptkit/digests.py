@@ -20,28 +20,6 @@ if TYPE_CHECKING:  # numpy is imported lazily, because `ckptkit ls` does not nee
     import numpy as np
     import numpy.typing as npt
 
-__all__ = [
-    "CRC",
-    "Crc32",
-    "DIGEST",
-    "Fingerprint",
-    "Hasher",
-    "NAMES",
-    "SHA256",
-    "crc32",
-    "crc32_combine",
-    "digest_of",
-    "fingerprint_of_runs",
-    "hash_of",
-    "hex_digest_of",
-    "hex_width",
-    "new_hasher",
-    "new_signer",
-    "proves_equality",
-    "sha256_of",
-    "signature_of",
-]
-
 DIGEST = "xxh3_64"
 """The digest that ckptkit records for slices and files: 64 bits, not cryptographic."""
 CRC = "crc32"

@@ -9,8 +9,6 @@ import sys
 
 from ckptkit.redact import without_secrets
 
-__all__ = ["RankHandler", "warn_once"]
-
 _warned: set[tuple[str, str]] = set()
 
 

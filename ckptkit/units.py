@@ -7,8 +7,6 @@ from collections.abc import Sequence
 
 from ckptkit.errors import UsageError
 
-__all__ = ["counted", "first_few", "parse_size", "format_size", "parse_duration", "format_duration", "format_count"]
-
 # SI prefixes are powers of ten, IEC prefixes powers of two (ISO 80000-13): 1 GB = 10^9, 1 GiB = 2^30 bytes.
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([kmgtp]?)(i?)(b?)\s*", re.IGNORECASE)
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5}

@@ -71,7 +71,7 @@ MUTATIONS = (
              "                if path in files:\n", "                if False:\n",
              "tests/checkpoint/run/test_commit.py"),
     Mutation("a save that has lost its lease commits", COMMIT,
-             "if not looks or time.monotonic() - started >= LOOK_S:", "if False:",
+             "if look is None or time.monotonic() - started >= _LOOK_S:", "if False:",
              "tests/checkpoint/run/test_commit.py tests/checkpoint/run/test_hold.py"),
     Mutation("all saves have the same sequence", COMMIT,
              "max(self._inventory.next_sequence, 1 + lease.sequence)", "1",

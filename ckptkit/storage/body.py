@@ -6,7 +6,6 @@ import base64
 import contextlib
 import io
 import mmap
-import sys
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
@@ -110,8 +109,7 @@ def _block() -> memoryview:
     malloc is not used, because many threads would fragment its heap. Writing eight files would then take twice as much
     memory as the files contain.
     """
-    private = {} if sys.platform == "win32" else {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS}
-    return memoryview(mmap.mmap(-1, _BLOCK, **private))
+    return memoryview(mmap.mmap(-1, _BLOCK, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
 
 
 class Body(io.BytesIO):

@@ -72,7 +72,8 @@ class Ledger:
     def finished(self, path: str, nbytes: int, content: str, *, checked: bool) -> None:
         """Record that an object is complete. An object without a record is written again by a later attempt."""
         try:
-            found = self._store.info(path)
+            # Listed, not looked up: some gateways return other ETags in headers than in listings.
+            found = next((item for item in self._store.list(path.rpartition("/")[0]) if item.path == path), None)
             if found is None or not found.tag or found.size != nbytes:
                 return
             record = Finished(path, nbytes, found.tag, content, checked)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import logging
 import os
 import re
-import sys
 import threading
 import time
 import weakref
@@ -23,10 +23,6 @@ from ckptkit.storage.pool import start_or_do_without
 from ckptkit.storage.retry import BRIEF_S, Patience, patient, timeout_s
 from ckptkit.storage.staging import new_nonce
 from ckptkit.storage.store import Store
-
-if sys.platform != "win32":
-    import fcntl
-
 
 logger = logging.getLogger(__name__)
 
@@ -491,17 +487,16 @@ def hold(store: Store) -> HeldDirectory | None:
 
 
 def _flock(fd: int) -> None:
-    if sys.platform != "win32":
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise
-        except OSError:  # a network file system without locks
-            return
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise
+    except OSError:  # a network file system without locks
+        return
 
 
 def _unlock(fd: int, owner: int) -> None:
     with contextlib.suppress(OSError):
-        if sys.platform != "win32" and os.getpid() == owner:  # not in a child, because it shares the lock
+        if os.getpid() == owner:  # not in a child, because it shares the lock
             fcntl.flock(fd, fcntl.LOCK_UN)  # explicitly, because children hold the descriptor too
         os.close(fd)

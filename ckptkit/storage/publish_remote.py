@@ -354,23 +354,12 @@ class _Place:
         wanted = {path: n for path, n in (self._names or {}).items() if n >= 0 and path not in self._last}
         wrong = [path for path, n in wanted.items() if path not in items or items[path].size != n]
         records = [record for record in finished.done.values() if record.path not in wrong]
-        wrong += [r.path for r in records if not (r.is_there(items.get(r.path)) or self._is_unchanged(r))]
+        wrong += [r.path for r in records if not r.is_there(items.get(r.path))]
         others = [path for path in items if _OWNER.fullmatch(path) and path != self._own]
         # On a store that ignores conditions, two writers may write the same owner file. The later one is the owner.
         if wrong or others or not self._is_ours():
             what = f"{wrong[0]} is not what was written" if wrong else "another process has taken it over"
             raise StorageError(f"{self.store.url} was changed while it was written: {what}. Nothing was published.")
-
-    def _is_unchanged(self, record: Finished) -> bool:
-        """Return whether an object is unchanged, although its ETag in the listing differs from the recorded ETag.
-
-        Some S3-compatible gateways return one ETag in headers and another in listings. Others return a new ETag in each
-        response.
-        """
-        looks = [self.store.info(record.path) for _ in range(2)]
-        if looks[0] is None or looks[1] is None:
-            return False
-        return record.is_there(looks[1]) or (looks[0].tag != looks[1].tag and looks[1].size == record.nbytes)
 
     def leave(self, *, always: bool = False) -> bool:
         """Mark this process as dead in its owner file, although it may keep running. Return True.

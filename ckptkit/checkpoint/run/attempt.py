@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -34,8 +33,6 @@ from ckptkit.storage.retry import may_yet_happen
 from ckptkit.storage.store import Store
 
 logger = logging.getLogger(__name__)
-
-LOOK_S = 5.0  # when the record is uploaded, the checks of the lease and the name may be at most this old
 
 _witnessed: weakref.WeakKeyDictionary[Store, Witness] = weakref.WeakKeyDictionary()
 
@@ -187,8 +184,6 @@ class RemotePlace:
         self.data = save_id
         self.path = f"{name}/{save_id}"
         self.store = attempt_store(root, self.path)
-        self.free_at = -LOOK_S
-        """When a check last found no checkpoint with the attempt's name (`time.monotonic`)."""
         self._replaced: CommitRecord | None = None
         self._published = False
         self._may_appear = False  # whether a failed upload of the record may still take effect
@@ -220,18 +215,6 @@ class RemotePlace:
             found = {path: sizes[path] for path in found.keys() | own.keys() if path in sizes}
         _check_files(self.store.url, own, found)
 
-    def look_free(self) -> None:
-        """Raise CheckpointExistsError if a checkpoint already has the attempt's name.
-
-        Skips the check if `publish` itself detects such a checkpoint, or if a recent check found the name free.
-        """
-        started = time.monotonic()
-        if self.root.has_conditional_writes is True or started - self.free_at < LOOK_S:
-            return
-        if self.root.exists(record_path(self.name)):
-            raise self._was_taken()
-        self.free_at = started
-
     def publish(self, record: bytes, *, overwrite: bool, again: Callable[[], None] | None = None) -> None:
         """Upload the commit record, which makes the checkpoint visible.
 
@@ -246,11 +229,8 @@ class RemotePlace:
                 if old is not None and old.data:
                     self.root.write(f"{self.name}/{mark_of(old)}", old.to_json(), overwrite=True)
                     self._replaced = old
-        root = self.root
-        if time.monotonic() - self.free_at < LOOK_S:
-            root = root.with_free_names()
-        root = root.with_each_put(partial(self._try, again))
         try:
+            root = self.root.with_each_put(partial(self._try, again))
             root.write(record_path(self.name), record, overwrite=overwrite)  # the commit point
         except OSError as error:
             # The put may have succeeded although its answer was lost. Then its retry failed because our own record

@@ -18,7 +18,6 @@ from functools import partial
 from typing import Any, NoReturn
 
 from ckptkit.checkpoint.run.attempt import (
-    LOOK_S,
     LocalPlace,
     Place,
     RemotePlace,
@@ -69,6 +68,7 @@ from ckptkit.units import format_size
 logger = logging.getLogger(__name__)
 
 UPLOAD_AGE_S = 86400.0  # abort unfinished uploads at this age; uploads of dead saves are aborted earlier
+_LOOK_S = 5.0  # when the record is uploaded, the check of the lease may be at most this old
 _SLACK = 1 << 20  # bytes to allow for the record and directories
 _OF_A_SAVE = re.compile(r"[^/]+/[0-9a-f]{16}/")  # the prefix of RemotePlace's keys
 
@@ -298,7 +298,7 @@ class SaveAttempt:
         Returns the attempt's id, and a `Witness`, with which the other ranks check that they see the same store.
         """
         check_equal([request[:3] for request in requests], "what to save: (step, tag, overwrite)")
-        root, remote, started = self.root, self.root.asking_costs, time.monotonic()
+        root, remote = self.root, self.root.asking_costs
         views: list[Store] = []  # the snapshot taken to acquire the lease; empty if it was already held
 
         def look() -> Store:
@@ -321,8 +321,6 @@ class SaveAttempt:
         self.use(lease.new_attempt() if remote else new_nonce(), None)
         kept = None if views else lease.inventory
         taken = any(view.info(record_path(self.name)) is not None for view in views)
-        if views and not taken and isinstance(self.place, RemotePlace):
-            self.place.free_at = started
         listed = partial(self._list_run, lease, views[-1] if views else None)
         in_the_way = [] if kept is None else [i.name for i in kept.committed] + [i.path for i in kept.skipped]
         if not remote or taken or self.name in in_the_way:
@@ -469,13 +467,10 @@ class SaveAttempt:
                     raise SaveError(f"{self.name}: rank {rank} and a lower rank both wrote {path}.")
                 files[path] = item
         own, of_ranks = dict(reports[0][0]), files.keys() - reports[0][0].keys()
-        # On an object store, while the index is written, check that this job still holds the lease. Also check that the
-        # name is free, unless an existing checkpoint may be replaced.
-        started, looks = time.monotonic(), list[Callable[[], None]]()
-        if isinstance(place, RemotePlace) and not lease.is_surely_ours():
-            looks = [lease.check] if self._overwrite else [lease.check, place.look_free]
-        with WorkerPool(2, thread_name_prefix="ckptkit-look") as pool:
-            futures = [pool.submit(look) for look in looks]
+        # On an object store, while the index is written, check that this job still holds the lease.
+        started, looking = time.monotonic(), self.root.asking_costs and not lease.is_surely_ours()
+        with WorkerPool(1, thread_name_prefix="ckptkit-look") as pool:
+            look = pool.submit(lease.check) if looking else None
             if complete is not None:
                 # `complete` may also return other ranks' files, which those ranks have already checked.
                 found = complete([payload for _, payload in reports])
@@ -484,10 +479,10 @@ class SaveAttempt:
             files |= own
             # 5. Invariant: the files that the record will name exist and are complete, and there are no other files.
             place.check(own, files)
-            for future in futures:
-                future.result()
+            if look is not None:
+                look.result()
         # Invariant: a writer that has lost the lease does not commit, because its files may have been deleted.
-        if not looks or time.monotonic() - started >= LOOK_S:
+        if look is None or time.monotonic() - started >= _LOOK_S:
             lease.make_sure()
         record = CommitRecord(
             **{
