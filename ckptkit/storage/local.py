@@ -446,7 +446,10 @@ class LocalStore(Store):
         with disk_errors(full):
             fd = os.open(full, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
-                _sync(fd)
+                os.fsync(fd)
+            except OSError as error:
+                if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network mounts can't sync a directory
+                    raise
             finally:
                 os.close(fd)
 
@@ -513,14 +516,6 @@ def is_directory(store: Store) -> TypeIs[LocalStore]:
     key when it is complete.
     """
     return isinstance(store, LocalStore)
-
-
-def _sync(fd: int) -> None:
-    try:
-        os.fsync(fd)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network mounts can't sync a directory
-            raise
 
 
 @dataclass(slots=True)

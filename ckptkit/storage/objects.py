@@ -348,17 +348,15 @@ class RemoteStore(Store):
     # --- deleting
 
     def delete(self, paths: Iterable[str]) -> None:
-        self._delete(list(paths))
-
-    def _delete(self, names: Sequence[str], *, folder: str = "") -> None:
+        names = list(paths)
         full = [self._full(path) for path in names]
         if full:
-            self._call(names[0], lambda: self._api.delete(full, folder=folder))  # a retry deletes only what is left
+            self._call(names[0], lambda: self._api.delete(full))  # a retry deletes only what is left
 
     def delete_tree(self, path: str) -> None:
-        """Delete everything under `path`. Also abort the unfinished uploads under `path`."""
-        folder = self._full(path)
-        self._delete([*(item.path for item in self.list(path, recursive=True)), path], folder=folder)
+        """Delete the object at `path`, or everything under it. Also abort the unfinished uploads there."""
+        self._full(path)  # checks the path
+        self.delete([item.path for item in self.list(path, recursive=True)] or [path])
         self.end_uploads(self.unfinished_uploads(path))
 
     def unfinished_uploads(self, path: str = "", *, older_than_s: float = 0.0) -> Uploads:

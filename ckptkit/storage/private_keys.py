@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, wait
 
 from ckptkit.storage.body import Content
@@ -73,9 +73,10 @@ class AttemptStore(RemoteStore):
         self._sending.append(self._connection.upload(put, self._api.held(content)))
         return ""  # the tag is not known yet
 
-    def _delete(self, names: Sequence[str], *, folder: str = "") -> None:
+    def delete(self, paths: Iterable[str]) -> None:
+        names = list(paths)
         self.settle()  # an object that arrives after the deletion would remain
-        super()._delete(names, folder=folder)
+        super().delete(names)
         for name in names:
             self._confirmed(self._full(name), 0, "")
 

@@ -242,10 +242,10 @@ class FsspecApi:
         """Begin an upload in parts. The upload is create-only if the store supports that."""
         return _FileUpload(self.fs.open(name, "wb", autocommit=False, block_size=PART_BYTES))
 
-    def delete(self, names: list[str], *, folder: str = "") -> None:
+    def delete(self, names: list[str]) -> None:
         """Delete objects. Removes each deleted object from `names`, so that a retry continues with the rest.
 
-        Ignores missing objects. If `folder` is one of the names, a failure to delete it is ignored, too.
+        Ignores missing objects.
         """
 
         def failure(name: str) -> Exception | None:
@@ -256,7 +256,7 @@ class FsspecApi:
             except PermissionError as error:
                 return PermissionError(errno.EACCES, f"{name} was not deleted: {error}")
             except Exception as error:  # noqa: BLE001 - raised below
-                return None if name == folder and isinstance(error, OSError) else error
+                return error
             return None
 
         errors = self.connection.each(failure, names)

@@ -220,18 +220,14 @@ class S3Api(FsspecApi):
         upload_id = self._call("create_multipart_upload", Bucket=bucket, Key=key)["UploadId"]
         return S3Upload(self, bucket, key, upload_id)
 
-    def delete(self, names: list[str], *, folder: str = "") -> None:
+    def delete(self, names: list[str]) -> None:
         while names:
             some = names[:_PER_REQUEST]
             bucket = self._split(some[0])[0]
             keys = [{"Key": self._split(name)[1]} for name in some]
             answer = self._call("delete_objects", Bucket=bucket, Delete={"Objects": keys, "Quiet": True})
             # s3fs's own rm ignores these errors, so an object that could not be deleted would count as deleted.
-            failed = [
-                item
-                for item in answer.get("Errors", ())
-                if item.get("Code") not in _GONE and f"{bucket}/{item.get('Key')}" != folder
-            ]
+            failed = [item for item in answer.get("Errors", ()) if item.get("Code") not in _GONE]
             if failed:
                 _raise_refused(bucket, failed[0])
             del names[: len(some)]

@@ -15,20 +15,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
 from ckptkit.checkpoint.retention import RetentionPolicy
-from ckptkit.checkpoint.run.coordinator import Coordinator
 from ckptkit.checkpoint.run.delete import delete_checkpoint, rotate
 from ckptkit.checkpoint.run.inventory import list_checkpoints
-from ckptkit.errors import CkptkitError, RankFailedError, StorageError
+from ckptkit.errors import CkptkitError, StorageError
 from ckptkit.storage import publish
 from ckptkit.storage.open import open_store
 from ckptkit.storage.store import Store
 from tests.checkpoint.crash import fail_at, kill_at
 from tests.checkpoint.saving import check, fork, leftovers, save
-from tests.checkpoint.states import on_all, refusal
-from tests.ranks import RankError, on_ranks, run_ranks
+from tests.checkpoint.states import refusal
 
 
 def _limited(say: Any, root: str) -> None:
@@ -74,92 +71,6 @@ def test_an_error_of_any_operation_fails_the_save_or_has_no_effect(tmp_path, cod
         assert check(root)[-1] == 9 and leftovers(root) == [], f"operation {nth}"
         outcomes.add(said)
     assert outcomes == {b"failed", b"saved"}
-
-
-def _failed(root: str, coordinator: Coordinator, fail: Any) -> tuple[str, list[int]]:
-    """Save step 2 while one rank calls `fail` after its files were written; return the error and the ranks it names."""
-    try:
-        save(root, 2, coordinator=coordinator, before=fail)
-    except RankFailedError as error:
-        return str(error), sorted(error.causes)
-    return "", []
-
-
-class CheckpointError(BaseException):
-    """Like torch's CheckpointException: a BaseException that is no Exception."""
-
-
-@on_ranks(2)
-def test_a_base_exception_on_one_rank_fails_all_ranks(tmp_path):
-    c = Coordinator(timeout_s=20)
-    save(tmp_path, 1, coordinator=c)
-
-    def fail(store: Any) -> None:
-        if c.rank == 0:
-            raise CheckpointError("no plan")
-
-    text, causes = on_all(_failed(str(tmp_path), c, fail))
-    save(tmp_path, 3, coordinator=c)
-    dist.barrier()
-    assert causes == [0] and "saving step_00000002 failed on rank 0: CheckpointError: no plan" in text
-    assert check(tmp_path) == [1, 3] and leftovers(tmp_path) == []
-
-
-def _one_dies(root: str, victim: int, notes: str) -> None:
-    c = Coordinator(timeout_s=20)
-    save(root, 1, coordinator=c)
-
-    def die(store: Any) -> None:
-        if c.rank == victim:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    start = time.monotonic()
-    found = _failed(root, c, die)
-    (Path(notes) / str(c.rank)).write_text(repr((found, time.monotonic() - start < 15)))
-    time.sleep(0.5)
-    os._exit(0)
-
-
-@pytest.mark.parametrize("victim", [0, 2])
-def test_a_dead_rank_fails_all_others_soon(tmp_path, victim, monkeypatch):
-    monkeypatch.setattr("tests.ranks._GRACE_S", 15.0)
-    with pytest.raises(RankError):
-        run_ranks(_one_dies, 3, str(tmp_path / "run"), victim, str(tmp_path), timeout=40)
-    (note,) = {(tmp_path / str(rank)).read_text() for rank in range(3) if rank != victim}
-    assert f"rank {victim}" in note and note.endswith(f"[{victim}]), True)")
-    save(tmp_path / "run", 3)  # the next job detects that the old one is dead, and cleans up
-    assert check(tmp_path / "run") == [1, 3] and leftovers(tmp_path / "run") == []
-
-
-def _one_hangs(root: str) -> Any:
-    c = Coordinator(timeout_s=1.5)
-    save(root, 1, coordinator=c)
-    start = time.monotonic()
-    found = _failed(root, c, lambda store: time.sleep(3 if c.rank == 1 else 0))
-    quick = time.monotonic() - start < 12
-    save(root, 3, coordinator=c)
-    return found, quick
-
-
-def test_a_hanging_rank_fails_all_ranks_in_bounded_time_and_the_next_save_works(tmp_path):
-    results, quick = zip(*run_ranks(_one_hangs, 3, str(tmp_path), timeout=40), strict=True)
-    text, causes = results[0]
-    assert results == (results[0],) * 3 and causes == [1] and all(quick)
-    assert "no answer within 1.5 s" in text
-    assert check(tmp_path) == [1, 3] and leftovers(tmp_path) == []
-
-
-def _fails_at(root: str, nth: int, victim: int) -> str:
-    c = Coordinator(timeout_s=20)
-    if c.rank == victim:
-        fail_at(nth, errno.EIO)
-    return refusal(lambda: save(root, 1, coordinator=c))
-
-
-@pytest.mark.parametrize(("victim", "nth"), [(0, 2), (0, 9), (0, 30), (1, 3), (1, 7), (1, 14)])
-def test_an_error_on_any_rank_at_any_operation_is_raised_on_all_ranks(tmp_path, victim, nth):
-    (text,) = set(run_ranks(_fails_at, 2, str(tmp_path / "run"), nth, victim))
-    assert check(tmp_path / "run") == ([] if text else [1])
 
 
 _CALLS = ("info", "list", "read", "write", "claim", "delete", "delete_tree")

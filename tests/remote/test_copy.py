@@ -69,14 +69,6 @@ def test_a_run_is_copied_to_a_bucket_and_back(run, near, disk):
     assert checkpoints(near.beside("too")) == checkpoints(run)
 
 
-def test_a_run_that_was_saved_to_a_bucket_is_copied_to_a_disk(near, disk):
-    save(near)
-    copied(near, disk)
-    assert checkpoints(disk) == checkpoints(near)
-    assert all((disk / str(step)).verify().ok for step in (1, 2, 3))
-    loads(disk)
-
-
 @pytest.mark.parametrize("name", ["dcp_fsdp2_uneven_w4/ckpt", "hf_ref_llama_tied", "verl_fsdp2_w2"])
 def test_a_foreign_checkpoint_is_copied_to_a_bucket_and_back(name, near, disk):
     source = Place(str(ZOO / name))

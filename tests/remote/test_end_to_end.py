@@ -19,7 +19,6 @@ from ckptkit.checkpoint.run.inventory import list_checkpoints
 from ckptkit.checkpoint.state.train_state import TrainState
 from ckptkit.formats.own.record import CommitRecord, record_path, step_name
 from ckptkit.offline.diff import diff
-from ckptkit.storage.listing import snapshot
 from ckptkit.storage.store import ReadInto
 from tests.checkpoint import states
 from tests.remote.runs import TWO, UNEVEN, Place, full, run_cli, state_of
@@ -218,14 +217,6 @@ def test_listing_a_hundred_checkpoints_makes_one_request_each(count, far):
     for store, most in ((root, 2), (other, 104), (other, 2)):  # what it wrote or has read itself it knows
         assert count(lambda store=store: found.append(list_checkpoints(store).committed)) <= most
     assert [len(each) for each in found] == [100] * 3
-
-
-def test_an_object_replaced_by_another_process_is_read_again(near):
-    mine, theirs = near.store, near.elsewhere().store
-    mine.write("a", b"1")
-    assert snapshot(mine).read("a") == b"1"
-    theirs.write("a", b"2", overwrite=True)
-    assert snapshot(mine).read("a") == b"2"
 
 
 @pytest.mark.parametrize(

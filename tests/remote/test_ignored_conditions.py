@@ -51,14 +51,6 @@ def test_conditional_writes_are_tested_per_bucket(far):
     assert store.read("x") == b"1"
 
 
-def test_a_run_is_saved_and_loaded_where_conditions_are_ignored(far):
-    far.save(1, 2)
-    with pytest.raises(CheckpointExistsError):
-        far.save(2)
-    far.loads(2)
-    assert (far / "step_00000002").verify().ok
-
-
 def test_a_commit_record_replaced_at_once_is_not_reported_as_saved(server, far, near):
     near.save(1)
     root, path = near.store, "step_00000003/checkpoint.json"

@@ -10,7 +10,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from ckptkit.checkpoint.run.delete import delete_checkpoint
-from ckptkit.checkpoint.run.pins import list_pins
 from ckptkit.checkpoint.state.train_state import TrainState
 from ckptkit.formats.dcp.torch_api import DCPReader, DCPWriter
 from tests.checkpoint.states import linear, value_of
@@ -82,25 +81,3 @@ def test_a_load_whose_checkpoint_is_rotated_away_loads_the_next_one(proxy, far, 
 
     proxy.rule = rule
     assert loaded(far, atomic=atomic).step == 2 and gone.is_set()
-
-
-def test_a_loaded_checkpoint_stays_pinned_until_the_next_load(near):
-    save(near, 1, 2)
-    with near.manager() as manager:
-        for step in (1, 2, 1):
-            manager.load(state_with(0), step)
-        assert "step_00000001" in [pin.name for pin in list_pins(near.store)]
-    assert not list_pins(near.store)
-
-
-@pytest.mark.parametrize("which", ["latest", 3, "3", "step_00000003"])
-def test_a_run_that_was_rolled_back_loads_its_latest_save_not_its_highest_step(near, which):
-    save(near, 5)
-    save(near, 3)
-    assert loaded(near, which).step == 3
-
-
-def test_a_tag_of_digits_is_not_a_step(near):
-    save(near, 7)
-    save(near, 7, tag="7")
-    assert loaded(near, 7).url.endswith("/7")

@@ -206,19 +206,6 @@ def test_a_background_save_waits_longer_for_a_restart_than_other_calls(proxy, fa
     far.loads(3)
 
 
-def test_a_failed_save_does_not_shorten_the_retries_of_the_next_one(proxy, far, monkeypatch):
-    with far.manager() as manager:
-        manager.save(1, state_of(1))
-        proxy.rule = always("503")
-        with monkeypatch.context() as patch, pytest.raises(CkptkitError):
-            patch.setenv("CKPTKIT_STORAGE_TIMEOUT", "200ms")
-            manager.save(2, state_of(2))
-        timer = down(proxy, 2.0)
-        manager.save(3, state_of(3))
-        timer.join()
-    far.loads(3)
-
-
 def test_ctrl_c_ends_a_job_whose_save_waits_for_an_unreachable_store(proxy, far, monkeypatch):
     for name in ("storage.retry.BACKGROUND_S", "storage.retry.WAIT_MAX_S", "checkpoint.manager.BACKGROUND_S"):
         monkeypatch.setattr(f"ckptkit.{name}", LONG_S)

@@ -10,12 +10,9 @@ from typing import Any
 import pytest
 
 from ckptkit.checkpoint.run.inventory import list_checkpoints
-from ckptkit.errors import CheckpointExistsError, CkptkitError, CorruptCheckpointError
-from ckptkit.storage import ledger
-from tests.offline.copying.test_resume import went_on
+from ckptkit.errors import CheckpointExistsError, CorruptCheckpointError
 from tests.offline.test_reading import while_copying
-from tests.remote.runs import MANY, ONE, TWO, Place, on, state_of
-from tests.remote.test_resume import killed
+from tests.remote.runs import ONE, TWO, Place, on, state_of
 from tests.storage.proxy import Proxy, Reply
 
 pytestmark = on("versioned")
@@ -61,18 +58,6 @@ def test_a_versioned_bucket_returns_the_newer_of_an_overwritten_checkpoint(near)
     (only,) = list_checkpoints(near.store).committed
     below = [name.split("/") for name in near.names() if name.startswith("step_")]
     assert {parts[1] for parts in below if len(parts) > 2} == {only.record.data}
-
-
-def test_conversions_and_their_second_runs_work_in_a_versioned_bucket(near, monkeypatch):
-    monkeypatch.setattr(ledger, "WORTH", 500)
-    killed(near, 2, **MANY)
-    assert "2 of" in went_on(near.make(**MANY).notes)
-    near.is_made()
-    three, two = near.beside("3"), near.beside("2")
-    three.make(world_size=3)
-    three.reshard(two, world_size=2)
-    three.convert(two, to="dcp", overwrite=True)
-    assert two.verify().ok
 
 
 def put_raw(place: Place, key: str, body: bytes = b"") -> Callable[[], object]:
@@ -167,25 +152,6 @@ def test_a_run_works_without_usable_tags(tags, far, near):
     assert near.steps() == [2, 3]
 
 
-def test_an_upload_with_changed_tags_is_complete_or_an_error(tags, far, near, small_parts):
-    data = bytes(range(256)) * (60 << 10)
-    try:
-        with far.store.writer("big") as out:
-            out.write(data)
-    except (OSError, CkptkitError):
-        assert not near.names()
-        assert near.store.unfinished_uploads() == []
-    else:
-        assert near.store.read("big") == data
-
-
-def test_a_killed_conversion_without_usable_tags_starts_again(tags, far, near, monkeypatch):
-    monkeypatch.setattr(ledger, "WORTH", 500)
-    killed(near, 2, **MANY)
-    far.make(**MANY)
-    assert near.verify().ok
-
-
 # --- a source that changes
 
 
@@ -193,14 +159,6 @@ def write_again(place: Place, more: bytes = b"") -> None:
     store = place.store
     data = store.read("model.safetensors")
     store.write("model.safetensors", data[:-1] + bytes([data[-1] ^ 1]) + more, overwrite=True)
-
-
-def test_a_source_replaced_while_it_is_read_publishes_nothing(near, monkeypatch):
-    near.make()
-    while_copying(monkeypatch, lambda: write_again(near))
-    with pytest.raises(CorruptCheckpointError, match=r"model\.safetensors was changed or replaced while it was read"):
-        near.convert(near.beside("dcp"), to="dcp")
-    assert not near.beside("dcp").names()
 
 
 def test_a_gateway_with_random_tags_in_listings_is_tolerated(proxy, far, near, monkeypatch):

@@ -355,32 +355,6 @@ def test_an_interrupted_read_releases_the_callers_memory(store, proxy, monkeypat
         assert store.read("x") == b"1" * 1000 and view == bytes(1000)
 
 
-def test_a_tree_with_an_open_upload_is_deleted(tmp_path, impatient):
-    with servers.rclone(tmp_path) as options:
-        store = RemoteStore("s3://bucket/run", storage_options=options)
-        store.write("step/id/whole", b"1")
-        url = servers.presigned_put(options, "bucket", "run/step/id/half")
-        with socket.create_connection((str(url.hostname), int(url.port or 0))) as connection:
-            head = f"PUT {url.path}?{url.query} HTTP/1.1\r\nHost: {url.netloc}\r\nContent-Length: 2000000\r\n\r\n"
-            connection.sendall(head.encode() + bytes(1_000_000))  # a half: the server has a file open
-            time.sleep(0.3)
-            store.delete_tree("step/id")
-            assert store.list("step", recursive=True) == []
-
-
-def test_lent_bytes_are_identical_when_every_third_request_fails(store, proxy):
-    data = memoryview(os.urandom(10 * PART + 12345))
-    proxy.clear()
-    proxy.rule = every_third("reset")
-    with store.writer("big") as out:
-        out.write(b"head")
-        for start in range(0, len(data), 1 << 20):
-            out.lend(data, start, min(start + (1 << 20), len(data)), owner=data)
-        out.write(b"tail")
-    proxy.rule = PASS
-    assert store.read("big") == b"head" + data + b"tail"
-
-
 def test_lent_memory_is_sent_in_larger_requests_than_copied_memory(store, proxy):
     data = memoryview(bytes(4 * PART))
     proxy.clear()
