@@ -21,7 +21,6 @@ class Content:
 
     Attributes:
         pieces: The buffers, none of them empty.
-        nbytes: Size of the whole content in bytes.
         copied: Number of bytes that were copied. The other bytes are used in place and need no additional memory.
     """
 
@@ -104,10 +103,9 @@ class Collected:
 
 
 def _block() -> memoryview:
-    """Return a buffer whose memory goes back to the system when the buffer is freed.
+    """Return a buffer whose memory goes back to the system when it is freed.
 
-    malloc is not used, because many threads would fragment its heap. Writing eight files would then take twice as much
-    memory as the files contain.
+    malloc would fragment its heap: writing eight files would take twice as much memory as the files contain.
     """
     return memoryview(mmap.mmap(-1, _BLOCK, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
 

@@ -32,10 +32,9 @@ class Span:
 
 
 def coalesce(ranges: Sequence[tuple[int, int]], *, max_gap: int, max_span: int) -> list[Span]:
-    """Join nearby ranges of one file into spans, sorted by start.
+    """Join nearby half-open ranges of one file, in any order, into spans, sorted by start.
 
     Args:
-        ranges: Half-open byte ranges (start, stop), in any order. Ranges may overlap.
         max_gap: Ranges with a larger gap between them, in bytes, are not joined.
         max_span: Maximum length, in bytes, of a span that joins several ranges. A longer range is a span of its own.
     """
@@ -58,11 +57,7 @@ def coalesce(ranges: Sequence[tuple[int, int]], *, max_gap: int, max_span: int) 
 
 
 class Scatter:
-    """Copies the bytes of a file, as they arrive, into the views of `reads`.
-
-    `start` is the offset in the file of the first byte that arrives. A read may begin before this byte, and may end
-    after the last byte that arrives.
-    """
+    """Copies the bytes of a file, as they arrive from `start` on, into the views of `reads`."""
 
     def __init__(self, reads: Sequence[ReadInto], start: int) -> None:
         self._start = start
@@ -87,12 +82,7 @@ class Scatter:
 
 
 def cut_reads(reads: Sequence[ReadInto], *, large: int) -> list[Job]:
-    """Split reads into requests: enough requests to keep the connections busy, but no more.
-
-    Args:
-        large: The usual maximum size of a request in bytes. The maximum is smaller if there is little to read. If there
-            is much to read, the maximum is up to `2 * large`.
-    """
+    """Split reads into requests of about `large` bytes: enough to keep the connections busy, but no more."""
     by_file: dict[str, list[ReadInto]] = {}
     for read in reads:
         if read.view.nbytes:
@@ -140,9 +130,8 @@ _Key = tuple[str, int]
 class BlockReader:
     """Serves small reads from cached blocks, so that one request answers many reads. Thread-safe.
 
-    The files must not change. Reads shorter than a quarter of a block are served from blocks. Longer reads go directly
-    to the store. The cache holds at most 64 MiB. If there are many files, the blocks are smaller, so that the cache
-    can hold a block of each file.
+    The files must not change. Reads of a quarter of a block or more go directly to the store. If there are many files,
+    the blocks are smaller, so that the cache (64 MiB) can hold a block of each file.
     """
 
     def __init__(self, store: Store, files: int = 1) -> None:
@@ -153,11 +142,9 @@ class BlockReader:
         self._asked = self._fetched = 0
 
     def read_into(self, path: str, start: int, view: memoryview) -> None:
-        """Fill `view` with the bytes of `path` from offset `start` on. Raises the same errors as the store."""
         self.read_many([ReadInto(path, start, view)])
 
     def read_many(self, reads: Sequence[ReadInto]) -> None:
-        """Fill the views of many reads. Raises the same errors as the store."""
         small = [read for read in reads if self._is_small(read)]
         with self._lock:
             self._asked += sum(read.view.nbytes + _CALL for read in small)

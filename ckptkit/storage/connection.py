@@ -72,10 +72,7 @@ class Budget:
         self._changed = threading.Condition()
 
     def acquire(self, nbytes: int) -> None:
-        """Wait until the limit has room for `nbytes` more bytes, and reserve them.
-
-        If `nbytes` exceeds the limit, waits until nothing else is reserved.
-        """
+        """Wait until the limit has room for `nbytes` more bytes, or nothing else is reserved, and reserve them."""
         with self._changed:
             self._changed.wait_for(
                 lambda: not nbytes or not self._held_bytes or self._held_bytes + nbytes <= self._most_bytes
@@ -92,13 +89,10 @@ class Budget:
 class Connection:
     """A file system and its threads. All stores with the same protocol and options share one Connection.
 
-    A forked process cannot use the Connection of its parent.
-
     Attributes:
         known: Caches small files that were recently read or written.
-        turns: Limits the number of concurrent ranged reads. Without this limit, a read could wait so long for a free
-            HTTP connection that it would time out.
-        conditional: For each bucket, whether put-if-absent works. Buckets that are not yet tested are missing.
+        turns: Limits the concurrent ranged reads: a read that waits for an HTTP connection could time out.
+        conditional: For each bucket that was tested, whether put-if-absent works.
     """
 
     def __init__(self, protocol: str, options: Mapping[str, Any], opens: Opens) -> None:
@@ -119,13 +113,7 @@ class Connection:
 
     @classmethod
     def shared(cls, protocol: str, options: Mapping[str, Any], opens: Opens) -> Connection:
-        """Return this process's connection for the given options and the current environment.
-
-        Creates the connection if it does not exist yet.
-
-        Args:
-            opens: A function that takes the protocol and the options, and opens the fsspec file system.
-        """
+        """Return this process's connection for the given options and the current environment."""
         given = [(name, value) for name, value in os.environ.items() if name.startswith(_ENVIRONMENT)]
         text = repr((os.getpid(), protocol, sorted(options.items(), key=lambda item: item[0]), sorted(given)))
         key = sha256_of(text.encode(errors="surrogateescape"))  # hashed, so that no secret is stored
@@ -180,9 +168,9 @@ class Connection:
             )
 
     def upload(self, function: Callable[[], T], nbytes: int) -> Future[T]:
-        """Wait until the memory budget has room for `nbytes`. Then run `function` in a thread.
+        """Wait until the memory budget has room for `nbytes`, then run `function` in a thread.
 
-        The memory stays reserved until `function` returns. `function` must not wait for another upload.
+        `function` must not wait for another upload.
         """
         self._budget.acquire(nbytes)
         try:
@@ -194,10 +182,7 @@ class Connection:
         return future
 
     def each(self, function: Callable[[T], R], items: Iterable[T]) -> list[R]:
-        """Call `function` for each item, in several threads. Return the results in order.
-
-        If calls fail, waits for all running calls, then raises the first error.
-        """
+        """Call `function` for each item, in several threads. Return the results in order, or raise the first error."""
         todo = list(items)
         if len(todo) <= 1:
             return [function(item) for item in todo]

@@ -129,11 +129,7 @@ class GcsApi(FsspecApi):
 
 
 def _without_inner_retries(fs: Any, *, given: bool) -> None:
-    """Turn off the retries inside gcsfs, so that one call makes one request.
-
-    Args:
-        given: Whether the user has set a timeout. If not, every request that is not a download gets a timeout here.
-    """
+    """Turn off the retries inside gcsfs. If no timeout is `given`, limit each request that is not a download."""
     once = getattr(type(fs)._request, "__wrapped__", None)
     if once is None:
         return
@@ -148,10 +144,7 @@ def _without_inner_retries(fs: Any, *, given: bool) -> None:
 
 
 class GcsUpload:
-    """A resumable upload. Its parts are sent in order.
-
-    Before a part is sent again, the server is asked how much of the part has arrived.
-    """
+    """A resumable upload in order. Before a part is sent again, the server is asked how much of it has arrived."""
 
     in_order = True
 

@@ -33,12 +33,9 @@ class Section:
 
     Attributes:
         plan: Fingerprint of the source and of all bytes to write.
-        world_size: The number of ranks of the attempt.
-        rank: The rank whose progress this is.
         steps: The numbers of the rank's finished steps.
         void: Paths of files. In the section of the running attempt: the files that this attempt writes again from the
-            start. In the section of an earlier attempt: the files that a later attempt has begun again, so the steps of
-            this section for these files do not count.
+            start. In the section of an earlier attempt: the files for which its steps do not count.
     """
 
     plan: str
@@ -57,11 +54,7 @@ class Journal:
     """Records one rank's finished steps in one attempt to run the command. Thread-safe."""
 
     def __init__(self, staging: str, *, world_size: int = 1, rank: int = 0) -> None:
-        """Open no file. `begin` opens the owner file of `rank`, which must exist by then, and appends to it.
-
-        Args:
-            staging: Absolute path of the staging directory.
-        """
+        """Open no file. `begin` appends to the owner file of `rank`, which must exist by then."""
         self._staging = staging
         self._path = owner_path(staging, rank)
         self.world_size, self.rank = world_size, rank
@@ -78,8 +71,7 @@ class Journal:
         Args:
             plan: Fingerprint of the source and of all bytes to write.
             steps: The numbers of the steps that are already finished.
-            anew: Files that this attempt writes again from the start. For these files, steps of earlier
-                attempts do not count.
+            anew: Files that this attempt writes again from the start. Steps of earlier attempts for them do not count.
         """
         section = Section(plan, self.world_size, self.rank, frozenset(steps), frozenset(anew))
         text = _text(section.lines())
@@ -90,7 +82,6 @@ class Journal:
             text = text[os.write(self._fd, text) :]
 
     def done(self, step: int) -> None:
-        """Record that all bytes of a step are written. The step will not be repeated."""
         line = b"%d\n" % step
         with self._lock:
             written = os.write(self._fd, line)
@@ -98,10 +89,7 @@ class Journal:
                 os.ftruncate(self._fd, os.lseek(self._fd, -written, os.SEEK_CUR))
 
     def end(self) -> None:
-        """Remove the journals of all ranks.
-
-        Rank 0 calls this after all ranks are done, and before the result is published.
-        """
+        """Remove the journals of all ranks. Rank 0 calls this after all are done, before the result is published."""
         self.close()
         folder, staging = os.path.split(self._staging)
         parent = LocalStore(folder)
@@ -128,7 +116,6 @@ class Journal:
                 os.close(fd)
 
     def close(self) -> None:
-        """Close the file without deleting it."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -144,10 +131,7 @@ def _text(lines: Iterable[str]) -> bytes:
 
 
 def _parse(content: bytes) -> tuple[list[Section], list[Section]]:
-    """Return the sections of earlier attempts, and the sections of this attempt.
-
-    Both lists are empty if `content` is not a journal.
-    """
+    """Return the sections of earlier attempts, and those of this attempt. No sections if `content` is not a journal."""
     earlier: list[tuple[re.Match[str], set[int], set[str]]] = []  # head, steps, void
     found = earlier[:]
     try:
@@ -174,10 +158,7 @@ def _parse(content: bytes) -> tuple[list[Section], list[Section]]:
 
 
 def _merged(parent: LocalStore, paths: Sequence[str]) -> list[Section]:
-    """Return the finished steps of all ranks in all attempts, read from the owner files `paths`.
-
-    Adds the files that the last attempt has begun again to `void` of the earlier attempts' sections.
-    """
+    """Return the finished steps of all ranks in all attempts, read from the owner files `paths`."""
     parsed = [_parse(parent.read(path)) for path in paths]
     current = [section for _, found in parsed for section in found]
     void = frozenset(path for section in current for path in section.void)
@@ -193,9 +174,9 @@ def _merged(parent: LocalStore, paths: Sequence[str]) -> list[Section]:
 
 
 def resumable(parent: LocalStore, name: str, *, dead: Collection[str] = ()) -> Leftover | None:
-    """Return the newest staging directory of the result `name` that can be continued, or None if there is none.
+    """Return the newest staging directory of `name` that can be continued, or None.
 
-    A directory can be continued if at least one step is finished, and all processes that wrote to it are dead.
+    At least one step is finished, and all processes that wrote to it are dead.
 
     Args:
         dead: Owner files whose processes are dead, as `dead_owner_files` found on other machines.
@@ -211,10 +192,7 @@ def resumable(parent: LocalStore, name: str, *, dead: Collection[str] = ()) -> L
 
 
 def dead_owner_files(parent: LocalStore, name: str) -> dict[str, str]:
-    """Return the owner files of dead processes that wrote the result `name`, each with its staging directory.
-
-    Includes only processes that ran on this machine since its last boot.
-    """
+    """Return the owner files of dead processes of this machine that wrote `name`, each with its staging directory."""
     found = [
         (path, left.path) for left in _staging_directories(parent, name) for path in owner_files(parent, left.path)
     ]
@@ -252,7 +230,7 @@ def adopt(parent: LocalStore, left: Leftover, name: str, nonce: str) -> LocalSto
 
 
 def give_up(parent: LocalStore, name: str, nonce: str) -> bool:
-    """Keep a staging directory for the next attempt, and return True. If no step is finished, return False instead."""
+    """Keep a staging directory for the next attempt. Return False if no step is finished, so that it is of no use."""
     staging = staging_name(name, nonce)
     if not _merged(parent, owner_files(parent, staging)):
         return False

@@ -1,7 +1,6 @@
 """Records which objects of a remote directory are finished, so that an interrupted command can continue.
 
-The record of an object contains its size, a fingerprint of its content, and its tag (ETag, generation). If the tag is
-unchanged, the object is unchanged. On a store without tags, nothing is recorded.
+If the tag (ETag, generation) of an object is unchanged, the object is unchanged. Without tags, nothing is recorded.
 """
 
 from __future__ import annotations
@@ -53,12 +52,7 @@ class Finished:
 
 
 class Ledger:
-    """The finished objects of a directory. Thread-safe.
-
-    Attributes:
-        earlier: The objects that an interrupted attempt finished and that still exist, by path.
-        done: The objects that are finished in this attempt, by path.
-    """
+    """The finished objects of a directory, by path: of an interrupted attempt, and of this attempt. Thread-safe."""
 
     def __init__(self, store: Store, earlier: Mapping[str, Finished] | None = None) -> None:
         self._store = store
@@ -88,7 +82,7 @@ class Ledger:
         self.done[path] = self.earlier[path]
 
     def drop(self, paths: Iterable[str]) -> None:
-        """Delete the objects at `paths` that are in `earlier`. Their records are deleted first."""
+        """Delete objects of `earlier`. Their records are deleted first."""
         dropped = [path for path in paths if path in self.earlier]
         self._store.delete([_record_path(path) for path in dropped])
         self._store.delete(dropped)
@@ -101,10 +95,7 @@ def _record_path(path: str) -> str:
 
 
 def read_ledger(store: Store, items: Mapping[str, FileInfo]) -> dict[str, Finished]:
-    """Return, by the object's path, the records of all objects that have not changed since they were recorded.
-
-    `items` is a listing of `store`, keyed by path.
-    """
+    """Return the records of unchanged objects, by path. `items` is a listing of `store`, keyed by path."""
 
     def read(path: str) -> Finished | None:
         try:

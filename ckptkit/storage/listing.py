@@ -12,8 +12,7 @@ from ckptkit.storage.store import FileInfo, ReadInto, Store, checked_path
 def snapshot(store: Store, below: str = "") -> Store:
     """Return a snapshot of `store`, which shows everything under `below` as it is now, even after later changes.
 
-    Makes one request per thousand objects. Returns `store` itself if the listing would take too many requests, or if
-    lookups are free (on a file system).
+    Returns `store` itself if the listing would take too many requests, or if lookups are free (on a file system).
     """
     if not isinstance(store, RemoteStore) or isinstance(store, Snapshot):
         return store
@@ -24,11 +23,10 @@ def snapshot(store: Store, below: str = "") -> Store:
 class Snapshot(RemoteStore):
     """Answers `info` and `list` from one listing, and downloads each version of a small file only once.
 
-    Paths that are not under `below` are looked up in the store. All writes go to the store, and do not change the
-    snapshot.
+    Paths that are not under `below` are looked up in the store. Writes do not change the snapshot.
 
     Args:
-        found: All files under `below`, sorted by path. Paths are relative to the store.
+        found: All files under `below`, sorted by path.
     """
 
     sizes_are_free = True

@@ -95,19 +95,13 @@ def _file_above(path: str) -> str:
 class LocalStore(Store):
     """Files in a directory, on a local disk or on a mounted shared file system.
 
-    Symbolic links are followed only if the target is under the root. There is one exception: in a Hugging Face cache, a
-    snapshot may link to the blobs of the cache. Other links raise UnsafePathError. Nothing is written or deleted
-    through a link that leads out of the root. For a store that `child` returned, the root is the directory of the store
-    that was opened first.
+    Symbolic links are followed only if the target is under the root, or if they link from a snapshot of a Hugging Face
+    cache to its blobs. Nothing is written or deleted through a link that leads out of the root. For a store that
+    `child` returned, the root is the directory of the store that was opened first.
     """
 
     def __init__(self, root: str | os.PathLike[str], *, top: str = "", must_exist: bool = False) -> None:
-        """Open a directory. It need not exist.
-
-        Args:
-            top: The root for the check of symbolic links: the root of the store that was opened first. "" means `root`.
-            must_exist: Whether a write fails if the directory does not exist (see `existing`).
-        """
+        """Open a directory, which need not exist. `top` is the root of the store that was opened first."""
         self.url = os.path.abspath(os.path.expanduser(os.fspath(root)))
         self._top = top or self.url
         self._must_exist = must_exist
@@ -120,18 +114,14 @@ class LocalStore(Store):
     has_conditional_writes = True  # `rename` never replaces
 
     def path_of(self, path: str) -> str:
-        """Check `path` and return the absolute path. Does not resolve symlinks."""
+        """Return the absolute path. Does not resolve symlinks."""
         return f"{self.url}/{checked_path(path)}" if path else self.url
 
     def child(self, path: str) -> LocalStore:
         return LocalStore(self.path_of(path), top=self._top)
 
     def existing(self) -> LocalStore:
-        """Return a store for the same directory that writes only if the directory exists.
-
-        A write creates missing directories under the root, but not the root itself. If the root is missing, the write
-        raises FileNotFoundError. The usual cause is a lost mount, and a new root would be on a different disk.
-        """
+        """Return a store whose writes do not create the root. If it is missing, the usual cause is a lost mount."""
         return LocalStore(self.url, top=self._top, must_exist=True)
 
     # --- lookups
@@ -165,11 +155,9 @@ class LocalStore(Store):
         return sorted(found, key=operator.attrgetter("path"))
 
     def _scan(self, folder: str, full: str) -> _Infos:
-        """Return the entries of one directory, or [] if the directory does not exist.
+        """Return the entries of one directory, or [] if it does not exist.
 
-        If an entry was deleted during the scan, the directory is scanned again. The reason: another process may save a
-        checkpoint and delete the previous checkpoint during the scan. One scan could miss the new checkpoint, find the
-        previous one deleted, and so return no checkpoint at all.
+        Scans again if an entry was deleted meanwhile: it could miss a new checkpoint and find the previous one deleted.
         """
         found: _Infos = []
         for _ in range(_MAX_SCANS):
@@ -291,10 +279,9 @@ class LocalStore(Store):
                     future.result()
 
     def _read_quick(self, jobs: _Jobs) -> int:
-        """Do short reads in this thread until the data is no longer in the page cache. Return the number of reads done.
+        """Do short reads in this thread while the data is in the page cache. Return the number of reads done.
 
-        If the data is in the page cache, several threads take five times as long, because they compete for the GIL. If
-        the data must be read from disk, several threads are faster.
+        Threads would take five times as long then, because they compete for the GIL. From disk, they are faster.
         """
         waits = 0
         for done, (fd, path, span, items) in enumerate(jobs):
@@ -337,10 +324,9 @@ class LocalStore(Store):
     def create(self, path: str, nbytes: int = 0, *, target: str = "") -> int:
         """Create a file exclusively and return a read-write descriptor. Creates missing directories.
 
-        Reserves `nbytes` of disk space if the file system supports that. The mode follows the umask.
-
         Args:
-            target: The path to which the file will be renamed. Errors name it instead of `path`.
+            nbytes: Disk space to reserve if the file system supports that.
+            target: The path to which the file will be renamed, for errors.
         """
         full, told = self._to_change(path), self.path_of(target or path)
         with disk_errors(told):
@@ -510,11 +496,7 @@ class LocalStore(Store):
 
 
 def is_directory(store: Store) -> TypeIs[LocalStore]:
-    """Return whether `store` is a directory of a file system. If so, `store.url` is its path.
-
-    A directory can be renamed, locked, linked and opened. Other stores have no directories: a file appears under its
-    key when it is complete.
-    """
+    """Return whether `store` is a directory of a file system, which can be renamed, locked, linked and opened."""
     return isinstance(store, LocalStore)
 
 

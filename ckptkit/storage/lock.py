@@ -38,10 +38,7 @@ _held_leases: weakref.WeakValueDictionary[str, Lease] = weakref.WeakValueDiction
 
 @dataclass(frozen=True, slots=True)
 class _State:
-    """The content of one lease file.
-
-    To take the lease, a new owner creates a file with the next generation number. It edits no other lease file.
-    """
+    """The content of one lease file. A new owner creates a file with the next generation, and edits no other file."""
 
     generation: int
     nonce: str
@@ -102,10 +99,9 @@ class Lease:
         return self._state.path
 
     def is_surely_ours(self) -> bool:
-        """Return True if the lease was renewed less than TTL_S / 3 ago. No other job can have taken it since then.
+        """Return True if no other job can have taken the lease, because it was renewed a moment ago. Makes no request.
 
-        Makes no request. Always returns False on a file system. Also returns False on a store without conditional
-        writes, because two jobs can take the lease there at the same time.
+        Always False on a file system, and on a store where two jobs can take the lease at once.
         """
         root = self.root
         one_owner = root.asking_costs and root.has_conditional_writes is True
@@ -117,26 +113,23 @@ class Lease:
             self.check()
 
     def try_conditional(self) -> None:
-        """Find out whether the store has conditional writes. The test is a conditional write to the lease's file."""
+        """Find out whether the store has conditional writes, by a conditional write to the lease's file."""
         with self._lock:
             if not self._stop.is_set():
                 self.root.try_conditional(self._state.path, self._state.to_json(self.root))
 
     def new_attempt(self) -> str:
-        """Return the id of a new save attempt. The id is in the lease's file before this method returns."""
+        """Return the id of a new save attempt. It is in the lease's file before this method returns."""
         if not self._spare:
             self._add_spare("")
         self._spare = False
         return self._state.attempts[-1]
 
     def end_attempt(self, save_id: str, *, committed: bool) -> None:
-        """Write the id of the next attempt to the lease's file now, so that the next save need not wait for this write.
-
-        Never raises.
+        """Write the id of the next attempt to the lease's file now, so that the next save need not wait. Never raises.
 
         Args:
-            committed: Whether the attempt `save_id` was committed and left no files to clean up. If so, its id is
-                removed from the file.
+            committed: Whether the attempt `save_id` left no files to clean up. If so, its id is removed from the file.
         """
         try:
             with self._patience.entered():
@@ -161,8 +154,7 @@ class Lease:
     def check(self, *, view: Store | None = None) -> None:
         """Raise SaveError if the lease is lost, because the root no longer exists or another job took the lease.
 
-        Args:
-            view: A snapshot of the root that the caller has just taken. If None, this method takes one.
+        `view` is a snapshot of the root that was just taken.
         """
         newest = _newest(view or snapshot(self.root, STATE_DIRECTORY)) or self._put_back()
         if newest is None:
@@ -188,7 +180,7 @@ class Lease:
     def _put_back(self) -> _State | None:
         """Write the lease's file again after it was deleted. Return the newest lease, which may be another job's.
 
-        Does nothing and returns None if the root is no longer the same directory, or if the lease was released.
+        Returns None if the root is no longer the same directory, or if the lease was released.
         """
         with self._lock:
             if self._stop.is_set() or self._identity is None or _identity(self.root) != self._identity:
@@ -200,7 +192,6 @@ class Lease:
         return _newest(self.root)
 
     def renew(self) -> None:
-        """Renew the lease by writing a heartbeat to the lease's file."""
         with self._lock:
             if not self._stop.is_set():
                 self._state = replace(self._state, beat=self._state.beat + 1)
@@ -236,7 +227,7 @@ class Lease:
 
 
 def _identity(root: Store) -> tuple[int, int] | None:
-    """Return the root's device and inode. None if the root does not exist or is on an object store."""
+    """Return the root's device and inode. None if it does not exist or is on an object store."""
     if is_directory(root):
         with contextlib.suppress(OSError):
             found = os.stat(root.url)
@@ -261,13 +252,12 @@ def _beat(reference: weakref.ref[Lease], stop: threading.Event, seconds: float) 
 def acquire_lease(root: Store, *, patience_s: float | None = None, look: Callable[[], Store] | None = None) -> Lease:
     """Take the lease of `root`, and return it.
 
-    If the lease is free, or if its owner is known to be dead, the call does not wait. If the owner is on another
-    machine, the call waits up to `patience_s` (default 45 s). If the owner renews the lease in this time, it is alive,
-    and the call raises LeaseHeldError.
+    If it is free, or its owner is known to be dead, the call does not wait. If the owner is on another machine, the
+    call waits up to `patience_s` (default 45 s) for a heartbeat.
 
     Args:
-        look: A function that returns a new snapshot of `root`. A caller that passes `look` must call `try_conditional`
-            and `tidy` later.
+        look: A function that returns a new snapshot of `root`. A caller that passes it must call `try_conditional` and
+            `tidy` later.
 
     Raises:
         LeaseHeldError: The owner is alive. The message names the owner.
@@ -309,10 +299,9 @@ def acquire_lease(root: Store, *, patience_s: float | None = None, look: Callabl
 
 
 def obstacle(root: Store) -> str:
-    """Return why a save to `root` would fail now. Returns "" if no reason is known. Writes nothing and does not wait.
+    """Return why a save to `root` would fail now, or "". Writes nothing and does not wait.
 
-    Always returns "" for an object store, where the check would take two requests. Ignores a lease of another machine,
-    because only a wait for a heartbeat would show whether the owner is alive.
+    Ignores object stores, and owners on other machines, about which only requests or a wait would tell.
     """
     if not is_directory(root):
         return ""
@@ -341,23 +330,14 @@ def check_state_directory(root: Store) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Attempts:
-    """The save attempts in a lease's file: attempts that may be uncommitted, and the attempt that comes next.
-
-    Attributes:
-        ids: The ids of the attempts.
-        owner: The process that makes the attempts. None if the lease was released.
-    """
+    """The save attempts in a lease's file that may be uncommitted. `owner` is None if the lease was released."""
 
     ids: frozenset[str] = frozenset()
     owner: Owner | None = None
 
 
 def open_attempts(root: Store) -> Attempts:
-    """Return the save attempts that the lease's file of `root` lists.
-
-    Returns no attempts if `root` may be a copy of another directory. In a copy, the file lists the attempts of the
-    original directory.
-    """
+    """Return the attempts that the lease's file lists, or none if `root` may be a copy of another directory."""
     newest = _newest(snapshot(root, STATE_DIRECTORY))
     if newest is None or newest.owner.copied is not False:
         return Attempts()
@@ -381,10 +361,7 @@ def _refuse_if_alive(root: Store, state: _State, patience_s: float) -> None:
 
 
 def _has_heartbeat(root: Store, state: _State, patience_s: float) -> bool:
-    """Wait up to `patience_s` for an owner on another machine to renew its lease. Return whether it does so.
-
-    Returns False at once if the lease has expired by the store's clock.
-    """
+    """Wait up to `patience_s` for an owner on another machine to renew its lease. Return whether it does so."""
     found = root.info(state.path)
     if found is not None and found.mtime:
         age = store_clock(root) - found.mtime
@@ -403,7 +380,7 @@ def _has_heartbeat(root: Store, state: _State, patience_s: float) -> bool:
 
 
 def store_clock(root: Store) -> float:
-    """Return the store's time in seconds since the epoch. Returns the local time if the store's files have no mtime."""
+    """Return the store's time in seconds since the epoch, or the local time if its files have no mtime."""
     for _ in range(3):
         path = f"{STATE_DIRECTORY}/clock-{new_nonce()}"
         root.write(path, b"?", sync=False)
@@ -450,16 +427,12 @@ _held_lock = threading.Lock()
 class HeldDirectory:
     """A locked directory. The lock ends with `release`, or when this object is garbage-collected.
 
-    If this process already holds a lock on the directory, the old lock is released first. A save that failed on another
-    rank can leave such a lock behind. On file systems without locks, nothing is locked.
+    If this process already holds a lock on it, which a failed save can leave behind, that lock is released first. On
+    file systems without locks, nothing is locked.
     """
 
     def __init__(self, path: str) -> None:
-        """Lock the directory, creating it if it does not exist.
-
-        Raises:
-            LeaseHeldError: Another process is writing to the directory.
-        """
+        """Lock the directory, creating it if needed. Raises LeaseHeldError if another process is writing to it."""
         os.makedirs(path, exist_ok=True)
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         found = os.fstat(fd)

@@ -52,9 +52,7 @@ _Infos = list[FileInfo]  # inside the class, `list` is a method
 
 
 class RemoteStore(Store):
-    """Files under a URL that fsspec opens.
-
-    Listings are never cached, so a reader sees a checkpoint as soon as it is committed.
+    """Files under a URL that fsspec opens. Listings are never cached.
 
     Attributes:
         url: The URL without secrets, so that messages, logs and records may contain it.
@@ -180,10 +178,7 @@ class RemoteStore(Store):
         return sorted((_file_info(path, item) for path, item in named if is_path(path)), key=lambda item: item.path)
 
     def _pages(self, path: str, full: str, *, recursive: bool) -> Iterator[Entries]:
-        """Yield a listing page by page.
-
-        Each page is retried separately. A retry of the whole listing might never succeed if the listing is long.
-        """
+        """Yield a listing page by page, each with its own retries: a retry of a long listing might never succeed."""
         after = ""
         while True:
             page, after = self._call(
@@ -312,7 +307,7 @@ class RemoteStore(Store):
         return self._connection.conditional.get(self._bucket)
 
     def _knows_conditional(self) -> bool | None:
-        """Return whether the store has conditional writes. None if only a test can tell. Makes no request."""
+        """Return whether the store has conditional writes, without a request. None if only a test can tell."""
         if self.has_conditional_writes is None and self._call("", self._api.is_conditional):
             self._connection.learn(self._bucket, conditional=True)
         return self.has_conditional_writes
@@ -322,10 +317,7 @@ class RemoteStore(Store):
             self._connection.known.put(full, _plain(tag), data)
 
     def _put(self, path: str, full: str, data: bytes | Content) -> str:
-        """Create an object, and return its ETag or generation ("" if unknown).
-
-        A store without create-only puts replaces an existing object.
-        """
+        """Create an object, and return its tag. A store without create-only puts replaces an existing object."""
         tries, mark, around = 0, secrets.token_hex(8), self._around
 
         def put() -> str:

@@ -16,16 +16,10 @@ if TYPE_CHECKING:
 
 
 def open_store(url: str, *, storage_options: Mapping[str, Any] | None = None) -> LocalStore | RemoteStore:
-    """Return the store at `url`: a path, "file://...", or anything else that fsspec opens ("s3://", "gs://", ...).
-
-    Nothing is created or contacted until the store is used.
-
-    Args:
-        storage_options: Passed to the fsspec file system.
+    """Return the store at `url`: a path, "file://...", or anything else that fsspec opens. Contacts nothing.
 
     Raises:
-        UsageError: The URL is empty or malformed (see `check_url`). Also raised if the URL contains a password, a token
-            or a signature, because process lists, shell histories and logs would show these secrets.
+        UsageError: The URL is malformed, or contains a login or a signature, which process lists and logs would show.
     """
     check_storage_options(storage_options=storage_options)
     protocol, rest = split_url(url)

@@ -21,8 +21,7 @@ class Owner:
 
     Attributes:
         started: Start time of the process in clock ticks. Distinguishes processes with the same pid.
-        machine: Boot id, pid namespace and machine id. Distinguishes containers with the same host name. Also
-            distinguishes a machine before a reboot from the same machine after the reboot.
+        machine: Boot id, pid namespace and machine id. Distinguishes containers with the same host name, and boots.
         copied: Whether this record was read from a copy of the owner's directory. None if unknown.
     """
 
@@ -48,11 +47,8 @@ class Owner:
     def alive(self) -> bool | None:
         """Return whether the process is alive and writes to the directory from which this record was read.
 
-        Returns None if this is unknown, because the process may be on another machine, or because the directory may be
-        a copy.
-
-        A process from before the last reboot of this machine is dead. In a container without a machine id (most have
-        none), the result is None instead, because a reboot looks the same as a different machine.
+        None if unknown: it may be on another machine, or the directory may be a copy. A process from before the last
+        reboot of this machine is dead, but without a machine id (in most containers), a reboot is unknown.
         """
         if self.machine != _machine():
             same = self.machine.split("/")[1:] == _machine().split("/")[1:] and self.host == _host()
@@ -68,17 +64,14 @@ def this_process() -> Owner:
 
 
 def owner_json(store: Store, owner: Owner | None = None) -> dict[str, Any]:
-    """Return a JSON object that describes an owner and the directory of `store`. The default owner is this process."""
+    """Return a JSON object that describes an owner (default: this process) and the directory of `store`."""
     own = owner or this_process()
     place = _place(store)
     return {"host": own.host, "pid": own.pid, "started": own.started, "machine": own.machine, "place": place}
 
 
 def owner_in(store: Store, body: Any) -> Owner | None:
-    """Return the owner that `body` describes, or None if `body` is damaged. Never raises.
-
-    `body` must have been read from `store`.
-    """
+    """Return the owner that `body`, read from `store`, describes. None if `body` is damaged."""
     owner = Owner.from_json(body)
     if owner is None:
         return None

@@ -25,10 +25,9 @@ _ending = False
 
 
 class WorkerPool(ThreadPoolExecutor):
-    """A pool that accepts work until the last thread of the process has ended.
+    """A pool that accepts work until the last thread of the process has ended, as a background save may need.
 
-    Python's own pools close when the main thread ends. But a background save may still need its pool then. Each
-    function runs in the context (`contextvars`) of the caller that submitted it.
+    Python's own pools close when the main thread ends. Each function runs in the context of the caller.
     """
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
@@ -52,8 +51,7 @@ class WorkerPool(ThreadPoolExecutor):
 def result_of(future: Future[T]) -> T:
     """Wait for a future and return its result.
 
-    Waits one second at a time. In a single long wait, the main thread would not notice a Ctrl-C that the system
-    delivers to another thread.
+    In a single long wait, the main thread would not notice a Ctrl-C that the system delivers to another thread.
     """
     while not future.done():
         wait((future,), timeout=1)

@@ -19,8 +19,7 @@ class AttemptStore(RemoteStore):
     """A save attempt's folder on an object store.
 
     `write` and `writer` may return before a small file has been sent. `settle` waits for all files, and raises the
-    first error. Memory that was lent to a writer must not change until `settle` returns. Every read first calls
-    `settle`.
+    first error. Lent memory must not change until then. Every read first calls `settle`.
     """
 
     def __init__(self, store: RemoteStore) -> None:
@@ -41,10 +40,7 @@ class AttemptStore(RemoteStore):
             future.result()
 
     def arrived(self) -> dict[str, int]:
-        """Return {path: size} for the files that this process wrote and that the store has confirmed to be complete.
-
-        The store confirms an object by returning a tag.
-        """
+        """Return {path: size} for the files that the store has confirmed to be complete, by returning a tag."""
         start = len(self._full("", root_allowed=True)) + 1
         return {full[start:]: nbytes for full, nbytes in self._arrived.items()}
 

@@ -41,7 +41,7 @@ _RENAME_EXCHANGE = 2  # linux/fs.h
 
 
 def open_staging(parent: LocalStore, name: str, nonce: str, *, leased: bool = False) -> LocalStore:
-    """Create the staging directory for `name` under `parent`, and an owner file next to the directory."""
+    """Create the staging directory for `name` under `parent`, and its owner file."""
     path = staging_name(name, nonce)
     try:
         write_owner(parent, owner_path(path), nonce, leased=leased)
@@ -133,9 +133,9 @@ def _exchange(first: str, second: str) -> bool:
 
 
 def drop(parent: LocalStore, name: str) -> str | None:
-    """Rename `name` durably to a trash name, and return the trash name. Return None if `name` does not exist.
+    """Rename `name` durably to a trash name, which the caller deletes. Return None if `name` does not exist.
 
-    Callers then delete the trash. If the process is killed, `name` is complete or absent, but never partly deleted.
+    If the process is killed, `name` is complete or absent, but never partly deleted.
     """
     leftover = leftover_of(name)
     target = trash_name(leftover.name if leftover else name, new_nonce())
@@ -171,9 +171,9 @@ def _clean(parent: LocalStore, leftover: Leftover) -> None:
 
 
 def finish_replacement(parent: LocalStore, leftover: Leftover) -> bool:
-    """Finish the replacement of a target whose writer died after it had moved the old target away.
+    """Publish the staging directory of a writer that died after it had moved the old target away.
 
-    Publishes the writer's staging directory and returns True. Returns False if there is no such replacement.
+    Returns False if there is no such replacement.
     """
     writer = read_owner(parent, owner_path(leftover.path)) if leftover.kind == "tmp" else None
     name = writer.replaces if writer is not None else ""
@@ -311,10 +311,7 @@ def check_target(parent: LocalStore, name: str, *, replaceable: Replaceable | No
 
 
 def check_writable(store: LocalStore) -> None:
-    """Raise if a directory is not writable. If the directory is missing, the nearest existing parent is checked.
-
-    Writes nothing.
-    """
+    """Raise if a directory, or its nearest existing parent, is not writable. Writes nothing."""
     place = store.url
     while not os.path.lexists(place):
         place = os.path.dirname(place)
@@ -327,9 +324,8 @@ def check_writable(store: LocalStore) -> None:
 def _replace_in_two_steps(parent: LocalStore, nonce: str, name: str) -> None:
     """Replace `name` with two renames, for file systems without an atomic swap (NFS).
 
-    Between the renames, `name` does not exist. If the process is killed at this moment, the owner file says that the
-    staging directory is complete. The next writer then publishes this directory (`finish_replacement`). After an error,
-    the old content is moved back.
+    Between the renames, `name` does not exist. If the process is killed at this moment, the owner file tells the next
+    writer to publish the staging directory (`finish_replacement`). After an error, the old content is moved back.
     """
     staging, old_nonce = staging_name(name, nonce), new_nonce()
     old = staging_name(name, old_nonce)

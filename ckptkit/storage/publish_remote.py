@@ -144,10 +144,7 @@ def _taken(url: str) -> str:
 
 @contextlib.contextmanager
 def stage_object(target: RemoteStore, name: str, *, replaceable: Replaceable | None) -> Iterator[Store]:
-    """Yield a store in which to write the single object `name`.
-
-    First aborts a dead writer's uploads of `name`. An existing object stays until the block succeeds. Then one
-    copy request replaces it.
+    """Yield a store in which to write the single object `name`, which one copy request replaces in the end.
 
     Raises:
         CheckpointExistsError: The object may not be replaced, or another process may be writing the object.
@@ -183,21 +180,13 @@ def stage_object(target: RemoteStore, name: str, *, replaceable: Replaceable | N
 
 
 def _end_uploads(target: RemoteStore, names: frozenset[str] | None) -> None:
-    """Abort a dead writer's uploads of the objects `names`, or of all objects if `names` is None.
-
-    Unfinished uploads cost money and could still be completed.
-    """
+    """Abort a dead writer's uploads of the objects `names` (None: all), which could still be completed."""
     target.end_uploads([upload for upload in target.unfinished_uploads() if names is None or upload.path in names])
 
 
 @dataclass(frozen=True, slots=True)
 class _Previous:
-    """The newest owner file in a directory.
-
-    Attributes:
-        number: The file's number. -1 if there is no owner file.
-        names: Paths that the file's writer may have written. None if unknown.
-    """
+    """The newest owner file in a directory. `number` is -1 if there is none; `names` is None if unknown."""
 
     number: int
     writer: Writer | None
@@ -261,11 +250,7 @@ class _Place:
         return {item.path: item for item in self.store.list(recursive=True)}
 
     def _take_over(self, items: Mapping[str, FileInfo], previous: _Previous, *, resume: bool) -> dict[str, Finished]:
-        """Delete the objects that a dead writer may have written. With `resume`, keep and return the finished objects.
-
-        If it is unknown which objects the writer may have written, all objects in the directory are deleted, except
-        those that are kept.
-        """
+        """Delete the objects that a dead writer may have written. With `resume`, keep and return finished ones."""
         if previous.writer is not None:
             _end_uploads(self.store, previous.names)
         earlier = read_ledger(self.store, items) if resume and previous.writer is not None else {}
@@ -323,8 +308,7 @@ class _Place:
         """Write this process's owner file with a create-only put. If several processes try this, only one succeeds.
 
         Args:
-            found: Existing paths that this process will delete. The owner file lists them, because the next writer
-                deletes them if this process dies.
+            found: Existing paths that this process will delete. If it dies, the next writer deletes them.
         """
         self._own = f".ckptkit-owner-{number}.json" if number else OWNER_NAME
         text = json.dumps({"nonce": new_nonce(), "leased": False, **owner_json(self.store)})
@@ -345,11 +329,7 @@ class _Place:
             self.store.delete([probe])
 
     def check(self, finished: Ledger) -> None:
-        """Check that the directory contains the objects that this process wrote, unchanged.
-
-        Raises:
-            StorageError: Another process has taken over the directory, or an object is missing or was replaced.
-        """
+        """Raise StorageError unless the directory contains the objects that this process wrote, unchanged."""
         items = self.look()
         wanted = {path: n for path, n in (self._names or {}).items() if n >= 0 and path not in self._last}
         wrong = [path for path, n in wanted.items() if path not in items or items[path].size != n]
@@ -362,13 +342,10 @@ class _Place:
             raise StorageError(f"{self.store.url} was changed while it was written: {what}. Nothing was published.")
 
     def leave(self, *, always: bool = False) -> bool:
-        """Mark this process as dead in its owner file, although it may keep running. Return True.
+        """Mark this process as dead in its owner file, so that another writer can take over the finished objects.
 
-        Another writer can then take over the finished objects. Does nothing and returns False if another process has
-        already taken over, or if no object is recorded as finished.
-
-        Args:
-            always: Mark the process as dead even if no object is recorded as finished.
+        Does nothing and returns False if another process has already taken over, or if no object is recorded as
+        finished (except with `always`).
         """
         if not (always or self.store.list(FOLDER)) or not self._is_ours():
             return False
@@ -384,10 +361,7 @@ class _Place:
             return False
 
     def clear(self, paths: Iterable[str]) -> None:
-        """Delete `paths`, the records of finished objects, and the owner file.
-
-        Deletes nothing if another process has taken over the directory.
-        """
+        """Delete `paths`, the records and the owner file, unless another process has taken over the directory."""
         names = list(paths)
         if names and not self._is_ours():
             return

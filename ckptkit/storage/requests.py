@@ -39,12 +39,9 @@ class NotConditionalError(StorageError):
 def run_together(
     loop: asyncio.AbstractEventLoop, requests: Sequence[Callable[[], Coroutine[Any, Any, T]]]
 ) -> list[T | BaseException]:
-    """Run requests concurrently on the event loop of another thread. Return the result or the error of each request.
+    """Run requests (functions that return coroutines) on the event loop of another thread. Return results or errors.
 
     When this function returns or raises, no request is running, even after Ctrl-C.
-
-    Args:
-        requests: Functions that return coroutines, one per request.
     """
     import asyncio  # lazy, as in `patiently`
 
@@ -87,10 +84,7 @@ class Upload(Protocol):
         """Send a part. `number` starts at 1. May be called again after a failure."""
 
     def complete(self) -> str:
-        """Publish the object, and return its ETag or generation ("" if unknown). May be called again after a failure.
-
-        Raises FileExistsError if the object exists.
-        """
+        """Publish the object, and return its tag ("" if unknown). May be called again after a failure."""
 
     def abort(self) -> None:
         """Discard the upload."""
@@ -145,10 +139,7 @@ class FsspecApi:
         return False
 
     def page(self, name: str, *, recursive: bool, after: str) -> tuple[Entries, str]:
-        """Return one page of the entries under `name`, and the value of `after` with which to request the next page.
-
-        `after` is "" for the first page. The returned value is "" after the last page.
-        """
+        """Return one page of the entries under `name`, and `after` for the next page ("" if there is none)."""
         self.fs.invalidate_cache()
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             if recursive:
@@ -185,10 +176,7 @@ class FsspecApi:
         return data[start:stop]
 
     def get_ranges(self, ranges: Sequence[Range]) -> list[Got]:
-        """Make all reads concurrently, without retries.
-
-        Returns, for each read, either (number of bytes read, size of the object or -1) or the error.
-        """
+        """Make all reads concurrently, without retries. Return each error, or (bytes read, object size or -1)."""
 
         def get(item: Range) -> Got:
             name, start, stop, sink = item
@@ -224,13 +212,7 @@ class FsspecApi:
         return ""
 
     def is_mine(self, name: str, data: bytes | Content, *, mark: str, tries: int) -> bool:
-        """Return whether an existing object was written by an earlier try of the same put.
-
-        Call this after a put has raised FileExistsError.
-
-        Args:
-            tries: Number of tries so far, including the failed try.
-        """
+        """Return whether an earlier one of `tries` tries of the same put wrote an existing object."""
         data = Content.of(data).joined()
         return tries > 1 and self.get(name, 0, len(data) + 1) == data
 

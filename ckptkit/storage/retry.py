@@ -46,19 +46,14 @@ async def patiently(
     body: Any = None,
     given_s: float | None = None,
 ) -> T:
-    """Await `request`. Gives up if it makes no progress within the timeout.
+    """Await `request`. Raises SilenceError if it makes no progress within the timeout; it may still be carried out.
 
-    HTTP clients have a timeout for the response. But they would wait forever in an upload to a server that stops
-    reading.
+    HTTP clients themselves would wait forever in an upload to a server that stops reading.
 
     Args:
-        least_s: Timeout of the first try. None means the usual timeout. Later tries wait up to four times as long.
-        body: The body that is being transferred, if any. The request makes progress as long as `body.tell()` advances.
+        least_s: Timeout of the first try, instead of the usual one. Later tries wait up to four times as long.
+        body: The body that is being transferred. The request makes progress as long as `body.tell()` advances.
         given_s: The timeout that the user has set. Replaces all other timeouts.
-
-    Raises:
-        SilenceError: There was neither a response nor progress within the timeout. The server may still carry out the
-            request.
     """
     import asyncio  # imported lazily: asyncio and ssl take 40 ms, and commands on a local disk need neither
 
@@ -244,10 +239,7 @@ _TRANSIENT_NAMES = frozenset(
 
 
 def is_transient(error: BaseException) -> bool:
-    """Return whether a retry may succeed (throttling, connection resets, timeouts, 5xx).
-
-    Returns False for missing objects, denied access, existing names and malformed requests.
-    """
+    """Return whether a retry may succeed (throttling, connection resets, timeouts, 5xx)."""
     if isinstance(error, _FINAL) or _is_redirect_loop(error):
         return False
     if isinstance(error, (ConnectionError, TimeoutError)):
@@ -261,19 +253,15 @@ def is_transient(error: BaseException) -> bool:
 
 
 def is_outage(error: BaseException) -> bool:
-    """Return whether `error` means that the store could not be reached, even with retries.
-
-    The caller then knows nothing about the store's content.
-    """
+    """Return whether the store could not be reached, even with retries. Nothing is known about its content."""
     cause = error.__cause__ if isinstance(error, StorageError) else None
     return cause is not None and is_transient(cause)
 
 
 def may_yet_happen(error: BaseException) -> bool:
-    """Return whether the store may have carried out a failed request, or may still carry it out.
+    """Return whether the store may have carried out a failed request, or may still do so.
 
-    Returns False only if the store refused the request. In all other cases, the outcome is unknown. For example, a
-    gateway that answers 5xx may have forwarded the request.
+    A gateway that answers 5xx may have forwarded the request, for example.
     """
     if not isinstance(error, Exception):
         return True
@@ -320,8 +308,7 @@ def timeout_s(default: float | None = None) -> float:
 class Patience:
     """Decides how long the storage calls of one operation (a save, a load, a command) are retried.
 
-    All calls of an operation, in all threads, share one Patience. After one call has given up, the other calls give up
-    soon, even those of the cleanup. The next operation gets a new Patience.
+    All calls of an operation, in all threads, share one Patience. After one call has given up, the others give up soon.
 
     Args:
         limit_s: No call is retried later than this many seconds after its first try. None means `timeout_s()`.
@@ -352,8 +339,7 @@ class Patience:
 
         Args:
             failures: Number of failed tries of this call.
-            waited_s: Seconds since the first try of this call.
-            error: The error of the last try.
+            waited_s: Seconds since its first try.
         """
         silent = _is_silence(error)
         if silent:
@@ -367,14 +353,14 @@ class Patience:
         return min(wait, left) if left > 0 else None
 
     def sleep(self, seconds: float) -> None:
-        """Wait before the next try. The wait is shorter if `hurry` was called before, or is called during the wait."""
+        """Wait before the next try. `hurry` shortens the wait."""
         if self._hurried.is_set():
             time.sleep(min(seconds, _HURRIED_WAIT_S))
         else:
             self._hurried.wait(seconds)
 
     def log(self, place: str, error: Exception, waited_s: float, wait: float) -> None:
-        """Log a retry at level DEBUG. If the call has been retried for some time, log a warning, at most every 30 s."""
+        """Log a retry, as a warning if the call has been retried for some time, at most every 30 s."""
         now, left = time.monotonic(), max(wait, self.limit_s - waited_s)
         late = waited_s + wait > _QUIET_S and (self._warned_at is None or now - self._warned_at > _WARN_EVERY_S)
         if late:
@@ -395,10 +381,7 @@ _current: ContextVar[Patience | None] = ContextVar("ckptkit_patience", default=N
 
 @contextlib.contextmanager
 def patient() -> Iterator[Patience]:
-    """Use one Patience for all storage calls inside the block. Inside another such block, use that block's Patience.
-
-    Also works as a decorator.
-    """
+    """Use one Patience for all storage calls inside the block, or that of an outer block. Also a decorator."""
     now = _current.get()
     with contextlib.nullcontext(now) if now is not None else Patience().entered() as patience:
         yield patience
@@ -412,12 +395,9 @@ def hurry() -> None:
 
 
 def call_with_retries(function: Callable[[], T], *, place: str = "") -> T:
-    """Call `function`, and return its result. After a transient error, waits and calls it again.
+    """Call `function` until it succeeds, with increasing, random waits after transient errors.
 
-    The waits increase and are randomized.
-
-    Args:
-        place: The name of the server in log messages.
+    `place` is the name of the server in log messages.
     """
     patience = _current.get() or Patience()
     started, failures, before = time.monotonic(), 0, silences.set(0)

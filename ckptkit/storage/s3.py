@@ -36,10 +36,7 @@ _CHUNK = 1 << 20  # bytes of a response to read at a time
 
 
 class S3Api(FsspecApi):
-    """Makes S3 requests. Uses the client of s3fs directly where s3fs itself would make more requests.
-
-    The session, the credentials and the translation of errors always come from s3fs.
-    """
+    """Makes S3 requests with the client of s3fs, where s3fs itself would make more requests."""
 
     read_bytes = 36 << 20  # large, because the bytes need no buffer: they go to their destination as they arrive
     paged = True
@@ -186,10 +183,7 @@ class S3Api(FsspecApi):
         return False
 
     def condition(self, name: str) -> dict[str, Any]:
-        """Return the argument that makes a put create-only.
-
-        Returns {} if the server is known to have no create-only puts. Some of these servers reject the header.
-        """
+        """Return the argument that makes a put create-only, or {} if the server is known to reject it."""
         return {} if self.connection.conditional.get(name.partition("/")[0]) is False else {"IfNoneMatch": "*"}
 
     def put(self, name: str, data: bytes | Content, *, if_absent: bool, mark: str = "") -> str:
@@ -208,9 +202,9 @@ class S3Api(FsspecApi):
         return str(answer.get("ETag", ""))
 
     def _body(self, content: Content) -> dict[str, Any]:
-        """Return the arguments for sending `content`. They include a CRC-32, which the store checks.
+        """Return the arguments for sending `content`, with a CRC-32.
 
-        Without our CRC-32, the client would compute a checksum in the thread that all connections share.
+        Without it, the client would compute a checksum in the thread that all connections share.
         """
         checked = getattr(self.fs.s3.meta.config, "request_checksum_calculation", None) != "when_required"
         return {"Body": Body(content), **({"ChecksumCRC32": content.crc32_base64()} if checked else {})}
@@ -257,11 +251,7 @@ class S3Api(FsspecApi):
 
 
 def _leave_unsigned(settings: Mapping[str, Any]) -> None:
-    """If the server is on this machine, turn off the signing of bodies. A CRC-32 protects the bodies instead.
-
-    Over plain HTTP, botocore signs the SHA-256 of each body, so that the server detects changes on the network. Users
-    can turn the signing on again with `config_kwargs={"s3": {"payload_signing_enabled": True}}`.
-    """
+    """If the server is on this machine, turn off the signing of bodies, which takes time. They have a CRC-32."""
     given = settings["config_kwargs"]
     checksums = given.get("request_checksum_calculation", os.environ.get("AWS_REQUEST_CHECKSUM_CALCULATION", ""))
     client = settings.get("client_kwargs") or {}
@@ -386,10 +376,7 @@ def _files(bucket: str, page: Any) -> list[Entry]:
 
 
 def _combined_tag(tags: Sequence[str]) -> str:
-    """Return the ETag of an object whose parts have the ETags `tags`.
-
-    It consists of the MD5 of the parts' MD5s, a "-" and the number of parts. Returns "" if it can't be computed.
-    """
+    """Return the ETag of an object of parts with these ETags, from their MD5s. "" if it can't be computed."""
     import hashlib
 
     try:

@@ -74,8 +74,7 @@ def owner_path(staging: str, rank: int = 0) -> str:
     """Return the path of a rank's owner file, which says which process writes the staging directory.
 
     Rank 0 creates its owner file before the directory, and deletes it after the directory. So a staging directory
-    without an owner file has no writer. The file is next to the directory, because the whole content of the directory
-    will be published.
+    without an owner file has no writer.
     """
     return f"{staging}.{rank}.owner" if rank else f"{staging}.owner"
 
@@ -92,8 +91,7 @@ class Writer:
     """The content of an owner file, which identifies the process that writes a staging directory.
 
     Attributes:
-        leased: Whether the writer held the lease of the run. If so, and if another process now holds the lease, the
-            writer counts as dead.
+        leased: Whether the writer held the lease of the run. If another process now holds it, the writer is dead.
         replaces: The name that the staging directory, which is complete, is about to get in place of an existing
             checkpoint or export. "" in all other cases.
     """
@@ -135,7 +133,7 @@ def read_owner(store: Store, path: str) -> Writer | None:
 
 
 def is_abandoned(parent: Store, leftover: Leftover, *, leased: bool = False) -> bool | None:
-    """Return whether the writer of a leftover is dead. None if unknown, for example if it ran on another machine.
+    """Return whether the writer of a leftover is dead. None if unknown, for example on another machine.
 
     Args:
         leased: Whether the caller holds the lease of the run. If so, all other writers that held the lease are dead.

@@ -17,12 +17,10 @@ class FileInfo:
     """One entry of a listing.
 
     Attributes:
-        path: Path relative to the store, with "/" between components.
         kind: "file", "directory", "symlink" or "other" (FIFO, device, socket). Symlinks are not followed.
         size: Size of a file in bytes. 0 for the other kinds.
         mtime: Modification time in seconds since the epoch. 0.0 if the store records no times.
-        tag: The store's tag of the content (ETag, generation). It changes whenever the content changes. "" if the store
-            has no tags.
+        tag: The store's tag of the content (ETag, generation), which changes with the content. "" without tags.
     """
 
     path: str
@@ -43,11 +41,7 @@ class ReadInto:
 
 @dataclass(frozen=True, slots=True)
 class UnfinishedUpload:
-    """A multipart upload that was neither completed nor aborted. Its parts cost money, but listings do not show them.
-
-    Attributes:
-        path: The path of the object, relative to the store.
-    """
+    """A multipart upload that was neither completed nor aborted. Its parts cost money, but no listing shows them."""
 
     name: str
     upload_id: str
@@ -68,14 +62,12 @@ class BlobWriter(Protocol):
 class Store(Protocol):
     """Files under one URL. Paths are relative, with "/" between components. "" is the root itself.
 
-    Every method may be called from several threads, and retries transient failures. Some methods have a default
-    implementation here, for stores in which they have nothing to do.
+    Every method may be called from several threads, and retries transient failures.
 
     Raises (all methods):
         FileNotFoundError: The path does not exist.
         PermissionError: Access is denied.
-        UnsafePathError: The path is absolute, contains "..", NUL or a backslash, or is empty although a file is
-            expected.
+        UnsafePathError: The path is not valid (see `checked_path`).
         StorageError: Any other failure of the storage.
     """
 
@@ -89,10 +81,7 @@ class Store(Protocol):
         """Return the store of the directory at `path`."""
 
     def info(self, path: str) -> FileInfo | None:
-        """Return the entry at `path`, or None if there is no entry.
-
-        The result is never cached. Symlinks are not followed.
-        """
+        """Return the entry at `path`, or None. The result is never cached."""
 
     def exists(self, path: str) -> bool:
         """Return whether there is a file at `path`. Makes at most one request."""
@@ -100,8 +89,7 @@ class Store(Protocol):
     def list(self, path: str = "", *, recursive: bool = False) -> list[FileInfo]:
         """Return the entries of the directory `path`, sorted by path. [] if `path` is not a directory.
 
-        Paths are relative to the store. The result is never cached. Symlinks are not followed. With `recursive`,
-        returns all files under `path`, and no directories.
+        The result is never cached. With `recursive`, returns all files under `path`, and no directories.
         """
 
     def free_bytes(self) -> int | None:
@@ -112,10 +100,7 @@ class Store(Protocol):
         """Return the bytes [start, stop) of a regular file. Returns fewer bytes if the file ends before `stop`."""
 
     def read_into(self, path: str, start: int, view: memoryview) -> None:
-        """Fill `view` with the bytes of `path` from offset `start` on.
-
-        Raises IncompleteCheckpointError if the file is too short.
-        """
+        """Fill `view` with the bytes from `start` on. Raises IncompleteCheckpointError if the file is too short."""
         self.read_many([ReadInto(path, start, view)])
 
     def read_many(self, reads: Sequence[ReadInto], *, workers: int = 0) -> None:
@@ -126,17 +111,15 @@ class Store(Protocol):
         return
 
     def writer(self, path: str, *, sync: bool = True) -> AbstractContextManager[BlobWriter]:
-        """Open a new file. It appears when the block succeeds (see `BlobWriter`). With `sync`, it is then durable.
+        """Open a new file, which appears when the block succeeds. With `sync`, it is then durable.
 
-        Raises:
-            FileExistsError: The path exists. Some stores can't tell.
+        Raises FileExistsError if the path exists. Some stores can't tell.
         """
 
     def write(self, path: str, data: bytes | memoryview, *, overwrite: bool = False, sync: bool = True) -> None:
         """Write a whole file at once. Raises FileExistsError if the file exists and `overwrite` is False.
 
-        The commit protocol uses this method as put-if-absent. The check and the write are one atomic step if the store
-        has conditional writes.
+        The check and the write are one atomic step if the store has conditional writes (put-if-absent).
         """
 
     @property
@@ -144,17 +127,13 @@ class Store(Protocol):
         """Whether the store itself can refuse to replace an existing file. None if this was not tested yet."""
 
     def try_conditional(self, path: str, data: bytes) -> None:
-        """Test whether the store has conditional writes. Do nothing if this is already known.
-
-        The file at `path` must exist and contain `data`.
-        """
+        """Test whether the store has conditional writes, if unknown. The file must exist and contain `data`."""
         return
 
     def claim(self, path: str, data: bytes, *, looked: bool) -> None:
-        """Create a file that several writers may try to create at once. Only the first writer should succeed.
+        """Create a file that several writers may try to create at once. Only the first one should succeed.
 
-        The file is not synced, so a power cut may lose it. This is harmless, because the power cut also ends the
-        writer.
+        The file is not synced: a power cut ends the writer, too.
 
         Args:
             looked: Whether the caller has just seen that the path is free.
@@ -172,10 +151,7 @@ class Store(Protocol):
         return {}
 
     def with_each_put(self, around: Callable[[Callable[[], str]], str]) -> Store:
-        """Return a store for the same files that calls `around(put)` for each try of a put. `around` must call `put`.
-
-        A file system has no puts. Its store returns itself.
-        """
+        """Return a store for the same files that calls `around(put)` for each try of a put, if it has puts."""
         return self
 
     def unfinished_uploads(self, path: str = "", *, older_than_s: float = 0.0) -> Uploads:
@@ -197,10 +173,7 @@ class Store(Protocol):
         return self
 
     def with_free_names(self) -> Store:
-        """Return a store for the same files that does not check before a write whether the name is free.
-
-        This saves a request. If the store has conditional writes, a write to an existing name still fails.
-        """
+        """Return a store for the same files that makes no request to check before a write whether the name is free."""
         return self
 
     def sync_directory(self, path: str = "") -> None:
@@ -217,8 +190,7 @@ class Service:
         extra: Name of the ckptkit extra that installs the store's client.
         credentials: A text for error messages that says where the client finds credentials.
         environment: Prefixes of the environment variables that the client reads.
-        transient: Names of the client's error classes after which a request is retried. These are names, not classes,
-            because the client may not be installed.
+        transient: Names of the client's error classes after which a request is retried.
     """
 
     api: str
@@ -252,11 +224,7 @@ SERVICES = {"s3": _S3, "s3a": _S3, "gs": _GCS, "gcs": _GCS, "abfs": _AZURE, "abf
 
 
 def split_url(url: str) -> tuple[str, str]:
-    """Return (protocol, rest): ("file", path) for a plain path, ("s3", "bucket/key") for "s3://bucket/key".
-
-    Raises:
-        UsageError: The path is empty.
-    """
+    """Return (protocol, rest): ("file", path) for a path, ("s3", "bucket/key") for "s3://bucket/key"."""
     protocol, separator, rest = url.partition("://")
     if not separator or "/" in protocol:
         protocol, rest = "file", url
@@ -272,12 +240,7 @@ _VARIABLE = re.compile(r"\$(?:[A-Z_][A-Z0-9_]*(?![\w$])|\{\w+\})")
 
 
 def check_url(url: str) -> None:
-    """Check that a URL is well-formed. A malformed URL would count as a path, and a job would start a new run there.
-
-    Raises:
-        UsageError: The URL has no bucket ("s3://", "gs:///run"), only one slash ("s3:/run"), white space at its end, or
-            the name of an environment variable ("$SCRATCH/run").
-    """
+    """Raise UsageError if a URL is malformed. It would count as a path, and a job would start a new run there."""
     protocol, rest = split_url(url)
     if protocol in SERVICES and not rest.partition("/")[0]:
         raise UsageError(f"{url} has no bucket. Write {protocol}://BUCKET/{rest.strip('/') or 'PATH'}")
@@ -316,12 +279,7 @@ _DEVICES = frozenset(
 
 
 def checked_path(path: str, *, root_allowed: bool = False) -> str:
-    """Return `path` if it is a valid path under a store.
-
-    Raises:
-        UnsafePathError: The path is absolute or empty, or contains ".", "..", an empty component, NUL, a control
-            character or a backslash.
-    """
+    """Return `path`. Raise UnsafePathError if it is not a valid path under a store."""
     if not (is_path(path) or (path == "" and root_allowed)):
         raise UnsafePathError(
             f"path {path!r} is refused: it must be relative, with '/' between its parts, and may not have "

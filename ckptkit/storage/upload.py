@@ -24,13 +24,8 @@ _LARGE = 512 << 20
 class PartWriter:
     """Splits a stream of writes into parts. Sends several parts at a time, or one by one if the store needs the order.
 
-    `write` copies the data, and `lend` does not. `Connection.upload` limits the memory of the parts that are being
-    sent.
-
-    If a part fails, the next `write` or `finish` raises the error of the part. Only one thread may use a writer.
-
-    Attributes:
-        nbytes: Number of bytes written so far.
+    `write` copies the data, and `lend` does not. The next `write` or `finish` raises the error of a part. Only one
+    thread may use a writer.
 
     Args:
         attempt: A function that calls another function with retries, and raises the errors that `Store` documents.
@@ -65,8 +60,8 @@ class PartWriter:
     def lend(self, data: memoryview, start: int, stop: int, *, owner: object) -> None:
         """Append the bytes [start, stop) of `data` without copying them.
 
-        The bytes must not change until the block of the writer has ended and `settle` of the store has returned. A
-        reference to `owner` is kept until then, so that the memory is not freed.
+        They must not change until the block of the writer has ended and `settle` of the store has returned. A reference
+        to `owner` is kept until then.
         """
         if self._upload is None and self._part.nbytes < UPLOAD_BYTES:
             self._part_bytes = _lent_part(len(data))
@@ -89,7 +84,7 @@ class PartWriter:
     def finish(self) -> str | Content:
         """Complete the object, and return its tag.
 
-        If no part has been sent yet, returns the content instead. The caller must then put the content in one request.
+        If no part has been sent yet, returns the content instead, which the caller puts in one request.
         """
         if self._upload is None:
             return self._part.content()
@@ -127,10 +122,10 @@ class PartWriter:
 
 
 def _lent_part(nbytes: int) -> int:
-    """Return the size of the parts in which a buffer of `nbytes` that was passed to `lend` is uploaded.
+    """Return the size of the parts in which lent memory of `nbytes` is uploaded.
 
-    A buffer of up to 216 MiB is one part, which saves requests. A larger buffer is divided into eight parts, for eight
-    connections. But no part is smaller than 108 MiB or larger than 216 MiB: a part that fails is sent again as a whole.
+    Up to 216 MiB are one part. A larger buffer is divided into eight parts, for eight connections, of 108 to 216 MiB: a
+    part that fails is sent again as a whole.
     """
     least, most = UPLOAD_BYTES * 9 // 2, 9 * UPLOAD_BYTES
     return most if nbytes <= most else max(least, min(most, -(-nbytes // (8 * _STEP)) * _STEP))

@@ -58,10 +58,7 @@ def resolve_url(url: str, *, storage_options: Mapping[str, Any] | None = None) -
 
 
 def resolve_checkpoint(url: str, *, storage_options: Mapping[str, Any] | None = None) -> str:
-    """Return the URL of the checkpoint that `url` names, like `resolve_url`.
-
-    If `url` is the root of a run, return the URL of the run's newest checkpoint.
-    """
+    """Like `resolve_url`, but the root of a run stands for its newest checkpoint."""
     from ckptkit.checkpoint.run.inventory import list_checkpoints
 
     address = resolve_url(url, storage_options=storage_options)
@@ -76,10 +73,7 @@ def resolve_checkpoint(url: str, *, storage_options: Mapping[str, Any] | None = 
 
 
 def _refuse_nothing(root: Store, inventory: Inventory, name: str) -> None:
-    """Raise an error that says that the run has no checkpoint `name` ("latest", "best").
-
-    Does nothing if the run contains a directory, or a link to a directory, that is called `name`.
-    """
+    """Raise an error that says that the run has no checkpoint `name`, unless a directory is called `name`."""
     found = root.info(name)
     if found is not None and found.kind == "directory":
         return

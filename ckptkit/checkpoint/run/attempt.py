@@ -39,10 +39,7 @@ _witnessed: weakref.WeakKeyDictionary[Store, Witness] = weakref.WeakKeyDictionar
 
 @dataclass(frozen=True, slots=True)
 class Witness:
-    """The path and nonce of an attempt's lease file.
-
-    A rank that finds the same nonce in the lease file uses the same store as rank 0.
-    """
+    """The path and nonce of an attempt's lease file. A rank that finds it there sees rank 0's store."""
 
     path: str
     nonce: str
@@ -54,7 +51,6 @@ class LocalPlace:
     Every rank calls `look`, `sync` and `check`. Only rank 0 calls the other methods.
 
     Attributes:
-        store: Where the files are written.
         data: The value for `CommitRecord.data`.
     """
 
@@ -88,17 +84,13 @@ class LocalPlace:
         """Raise SaveError if a file is missing or has a wrong size, or if there is a file that no rank wrote.
 
         Args:
-            own: This rank's files.
             every: The files of all ranks. Passed only on rank 0, after all ranks have written their files.
         """
         if every is not None:
             _check_files(self.store.url, every, {item.path: item.size for item in self.store.list(recursive=True)})
 
     def publish(self, record: bytes, *, overwrite: bool, again: Callable[[], None] | None = None) -> None:
-        """Write the record and make the checkpoint visible. On return, the checkpoint is durable.
-
-        Args:
-            again: Used only on an object store; see `RemotePlace.publish`.
+        """Write the record and make the checkpoint visible and durable. For `again`, see `RemotePlace.publish`.
 
         Raises:
             CheckpointExistsError: A checkpoint already has this name, or a foreign file would be overwritten.
@@ -153,10 +145,7 @@ def would_replace(root: LocalStore, name: str, what: str) -> CheckpointExistsErr
 
 
 def take_name(root: LocalStore, path: str, name: str) -> None:
-    """Rename the checkpoint at `path` to its final name.
-
-    If an older checkpoint has this name, first move the older checkpoint away. Delete it after the renaming.
-    """
+    """Rename the checkpoint at `path` to its final name. An older checkpoint of this name is deleted afterwards."""
     trash = publish.drop(root, name)
     root.rename(path, name)
     root.sync_directory()
@@ -219,8 +208,7 @@ class RemotePlace:
         """Upload the commit record, which makes the checkpoint visible.
 
         Args:
-            again: Called before the upload is retried, which may be a minute after the first try. Raises if this
-                process has lost the right to write.
+            again: Called before a retry, which may be a minute later. Raises if this process may not write.
         """
         # Invariant: all objects that the record names are complete, and no other process writes to their keys.
         if overwrite:
@@ -312,8 +300,7 @@ def _check_files(url: str, files: Mapping[str, FileRecord], found: Mapping[str, 
 def write_hint(root: Store, name: str, *, view: Store | None = None, ours: bool = False) -> bool:
     """Write the newest checkpoint's name to the file `latest`, as a hint for people. Never raises.
 
-    Returns True if the file was written, and False if it is a foreign file (which stays unchanged) or cannot be
-    written. ckptkit does not rely on the hint.
+    Returns False if the file is foreign (and stays) or cannot be written. ckptkit does not rely on the hint.
 
     Args:
         view: A snapshot of `root`.

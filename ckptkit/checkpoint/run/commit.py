@@ -89,8 +89,7 @@ def clean_leftovers(
     Args:
         leased: Whether the caller holds the run's lease, so that no other save is running on any machine.
         inventory: The current inventory, if known.
-        view: The snapshot of `root` that `inventory` was listed from. If given, uploads older than a day are not
-            searched for, which saves a request. The uploads of the removed attempts are aborted in any case.
+        view: The snapshot that `inventory` was listed from. If given, old uploads are not searched for.
         but: The path of the caller's own attempt, which is kept.
     """
     given, view = view, view or snapshot(root)
@@ -143,11 +142,7 @@ def _dead_paths(root: Store, inventory: Inventory, view: Store, *, leased: bool)
 
 
 def _old_uploads(root: Store, *, dry_run: bool) -> list[str]:
-    """Abort multipart uploads that saves started at least a day ago.
-
-    Listings do not show such uploads, but they cost money. Uploads of other programs are not aborted, because they may
-    take longer.
-    """
+    """Abort multipart uploads that saves started at least a day ago. Uploads of other programs may take longer."""
     found = [upload for upload in root.unfinished_uploads(older_than_s=UPLOAD_AGE_S) if _OF_A_SAVE.match(upload.path)]
     if found and not dry_run:
         now = store_clock(root)  # this machine's clock may be wrong
@@ -157,10 +152,7 @@ def _old_uploads(root: Store, *, dry_run: bool) -> list[str]:
 
 
 def _remove(root: Store, path: str) -> list[str]:
-    """Remove the directory or file that a dead writer left at `path`.
-
-    Returns the files of other programs in it, which are kept.
-    """
+    """Remove what a dead writer left at `path`. Return the files of other programs in it, which are kept."""
     name, _, folder = path.rpartition("/")
     kept = leftover_of(path)
     is_attempt = kept is None and _OF_A_SAVE.match(f"{path}/") and not is_directory(root)
@@ -282,7 +274,7 @@ class SaveAttempt:
         self._record: CommitRecord | None = None
 
     def use(self, save_id: str, witness: Witness | None) -> None:
-        """Set the location of this attempt's files. `witness` is None on rank 0; see `RemotePlace`."""
+        """Set the location of this attempt's files. `witness` is None on rank 0."""
         self.name, self.save_id = checkpoint_name(self.step, self.tag), save_id
         if is_directory(self.root):
             self.place = LocalPlace(self.root, self.name, save_id)
@@ -340,8 +332,7 @@ class SaveAttempt:
     def _list_run(self, lease: Lease, view: Store | None) -> None:
         """List the run and clean it up, before anything is published.
 
-        Args:
-            view: The snapshot that the lease was acquired with; None if the lease was already held.
+        `view` is the snapshot that the lease was acquired with; None if the lease was already held.
         """
         if view is None:
             # On an object store, a single listing serves all checks.
@@ -515,8 +506,6 @@ class SaveAttempt:
     def close(self) -> None:
         """Clean up, and let the next attempt use the lease. After a commit, first write the file `latest`.
 
-        Does nothing on ranks other than 0.
-
         A failure is only logged: the save has already succeeded or failed, and the next save cleans up.
         """
         if self._listing is not None:
@@ -551,7 +540,7 @@ class SaveAttempt:
 
 
 def _check_space(root: Store, planned: Sequence[int | None], *, saved: int) -> None:
-    """Raise NoSpaceError if there is not enough space. `saved` is the number of committed checkpoints in `root`."""
+    """Raise NoSpaceError if there is not enough space. `saved` is the number of committed checkpoints."""
     free = root.free_bytes()
     if free is None or any(nbytes is None for nbytes in planned):
         return

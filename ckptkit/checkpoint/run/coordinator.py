@@ -38,8 +38,7 @@ class Outcome:
         kind: The class name of a ckptkit error, so that every rank can raise that class.
         causes: In the result for all ranks: each failed rank's error.
         cause: The exception itself, only on the rank that raised it.
-        interrupted: Whether the rank was lost or stopped by Ctrl-C. In the result for all ranks: whether that is true
-            of every failed rank.
+        interrupted: Whether the rank, or every failed rank, was lost or stopped by Ctrl-C.
     """
 
     value: Any = None
@@ -92,13 +91,11 @@ class Coordinator:
     """Coordinates the ranks of a job. All ranks must call its methods in the same order.
 
     If `torch.distributed` is not initialized, this process is the only rank, and torch is not imported. Otherwise the
-    coordinator creates its own gloo group (a collective call), so its messages never mix with training's. Two threads
-    must not use one coordinator at the same time: create another for a background thread.
+    coordinator creates its own gloo group (a collective call). Two threads must not use one coordinator at a time.
 
     Args:
         group: The ranks that take part; None for all.
-        timeout_s: How long rank 0 waits for any rank. A rank must finish its part of a save within this time. The other
-            ranks wait for rank 0 a little more than twice as long.
+        timeout_s: How long rank 0 waits for any rank. The other ranks wait for rank 0 a little more than twice as long.
     """
 
     def __init__(self, group: Any = None, *, timeout_s: float = 1800.0) -> None:
@@ -169,12 +166,9 @@ class Coordinator:
     def all_ok(self, fn: Callable[[], T], what: str) -> list[T] | None:
         """Run `fn` on every rank. Return the results of all ranks on rank 0, and None on the other ranks.
 
-        Args:
-            what: Names the work in errors.
-
         Raises:
-            RankFailedError: `fn` raised on some rank, or a rank died or hung. Every rank raises the same error. If
-                there is only one rank, its ckptkit error is raised unchanged.
+            RankFailedError: `fn` raised on some rank, or a rank died or hung. Every rank raises the same error.
+                If there is only one rank, its ckptkit error is raised unchanged.
         """
         results: list[T] | None = self.settle(Outcome.of(fn), what)
         return results
@@ -242,9 +236,7 @@ class Coordinator:
     def decide(self, fn: Callable[[], T], what: str) -> T:
         """Run `fn` on rank 0, and return the result on every rank.
 
-        Raises:
-            CkptkitError: `fn` raised this error. It is raised unchanged on every rank.
-            RankFailedError: `fn` raised any other error, or rank 0 died or hung.
+        Its ckptkit errors are raised unchanged on every rank; any other error becomes a RankFailedError.
         """
         self._begin()
         if self.is_main:
@@ -314,10 +306,7 @@ class Coordinator:
         self._kept.clear()
 
     def _expect(self, rank: int) -> tuple[Any, Any]:
-        """Start to receive a message from `rank`.
-
-        Returns the buffer for the message's first part (filled with -1 until it arrives), and a `Work` or an error.
-        """
+        """Start to receive a message from `rank`. Return the buffer for its first part, and a `Work` or an error."""
         import torch
         import torch.distributed as dist
 
@@ -392,10 +381,7 @@ class Coordinator:
                 board.set(key, pickle.dumps((message, self._broken)))
 
     def _hear(self) -> Any:
-        """Return rank 0's message.
-
-        If the connection broke, read the message that rank 0 has written to the group's store.
-        """
+        """Return rank 0's message. If the connection broke, read it from the group's store."""
         header, work = self._expect(0)
         try:
             self._wait(work, 2 * self.timeout_s + _GRACE_S)
@@ -421,10 +407,7 @@ class Coordinator:
             return value
 
     def _board(self) -> tuple[Any, str]:
-        """Return the group's key-value store, and the key that this call uses in it.
-
-        The store still works after the connections break.
-        """
+        """Return the group's key-value store, which works after connections break, and this call's key in it."""
         return self.group.get_group_store(), f"ckptkit/{self.group.group_name}/{self._step}"
 
 

@@ -30,7 +30,6 @@ class Rotation:
 
     Attributes:
         decisions: One decision for each committed checkpoint, in the order of `Inventory.committed`.
-        deleted: Names of deleted checkpoints.
         failed: Names of checkpoints that could not be deleted, each with the error. The next rotation retries.
         cleaned: Removed paths that dead saves had left behind.
         kept_files: Foreign files that still exist in directories of deleted checkpoints.
@@ -51,10 +50,7 @@ class Rotation:
 def plan_rotation(
     inventory: Inventory, root: Store, policy: RetentionPolicy, *, protected: Mapping[str, str] | None = None
 ) -> list[Decision]:
-    """Return what a rotation would do now. `protected`: names that must stay, each with the reason.
-
-    Logs a warning if the kept checkpoints exceed `max_mem`.
-    """
+    """Return what a rotation would do now. `protected`: names that must stay, each with the reason."""
     keep = dict(protected or {})
     for pin in list_pins(root):
         keep[pin.name] = f"{keep[pin.name]}; {pin.reason}" if pin.name in keep else pin.reason
@@ -81,8 +77,7 @@ def rotate(
         protected: Names that must stay in addition to pinned checkpoints, each with the reason.
         among: Returns whether the policy applies to a checkpoint. None: it applies to all.
         clean: True also removes the leftovers of dead saves.
-        seen: An inventory that was listed after this job took the lease. If the policy keeps all checkpoints in it, the
-            root is not listed again.
+        seen: An inventory of this job's lease. If nothing in it must go, the root is not listed again.
     """
     if seen is not None and not clean:
         records = [item.record for item in seen.committed if among is None or among(item.record)]
@@ -113,11 +108,7 @@ def rotate(
 
 
 def delete_any(root: Store, name: str, *, reason: str) -> bool:
-    """Delete one committed checkpoint like `delete_checkpoint`, and update the file `latest`.
-
-    `latest` names the newest checkpoint. If `latest` still named a deleted checkpoint, a load would report that this
-    checkpoint is lost.
-    """
+    """Delete one committed checkpoint like `delete_checkpoint`, and let `latest` name the newest one that is left."""
     is_deleted = delete_checkpoint(root, name, reason=reason)
     if is_deleted:
         newest = list_checkpoints(root).latest
@@ -130,14 +121,10 @@ def delete_checkpoint(root: Store, name: str, *, reason: str, kept: list[str] | 
     """Delete one committed checkpoint. Return True, or False if the checkpoint is pinned.
 
     If the deletion is killed halfway, the remaining files no longer form a checkpoint, and the next save or prune
-    removes them. Foreign files are never deleted.
-
-    Args:
-        kept: A list to which this function adds the paths of the files that it does not delete.
+    removes them. Foreign files are never deleted. Their paths are added to `kept`.
 
     Raises:
         CheckpointNotFoundError: No committed checkpoint has that name.
-        StorageError: The storage failed.
     """
     with deleting(root, name) as pins:
         # Invariant: a reader that starts now sees the announced deletion and waits. Afterwards it finds all files or

@@ -30,7 +30,7 @@ class RunHold:
     """Holds, for one manager on rank 0, the lease on the run and a pin on the checkpoint that the manager loaded.
 
     All managers in a process share the lease on a root, and their saves take turns. A manager that is never closed
-    keeps the lease until the process exits. Later managers in the process share this lease.
+    keeps the lease until the process exits.
     """
 
     def __init__(self, root: Store) -> None:
@@ -40,14 +40,7 @@ class RunHold:
         self._taken: _Shared | None = None
 
     def lease(self, look: Callable[[], Store] | None = None) -> Lease:
-        """Return the lease. The first call acquires it.
-
-        Args:
-            look: Returns a new snapshot of the root (see `acquire_lease`).
-
-        Raises:
-            LeaseHeldError: Another job writes to this root; the message names the job.
-        """
+        """Return the lease. The first call acquires it, or raises LeaseHeldError. For `look`, see `acquire_lease`."""
         if self._taken is not None:
             return self._taken.lease
         root, key = self._root, (os.getpid(), self._root.url)
@@ -65,12 +58,7 @@ class RunHold:
         return shared.lease
 
     def remember(self, left: Collection[str], *, among: Callable[[CommitRecord], bool] | None = None) -> None:
-        """Remove deleted checkpoints from the list of checkpoints that the lease keeps in memory.
-
-        Args:
-            left: The names of the checkpoints that still exist.
-            among: Returns True for the checkpoints that may be removed from the list. None: all may be removed.
-        """
+        """Remove checkpoints that are not in `left`, and satisfy `among`, from the list that the lease keeps."""
         lease = self._taken.lease if self._taken is not None else None
         if lease is not None and lease.inventory is not None:
             known = lease.inventory.committed

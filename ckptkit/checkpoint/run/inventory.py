@@ -54,10 +54,8 @@ class Committed:
     """A committed checkpoint.
 
     Attributes:
-        path: The checkpoint's directory, relative to the root. Equals the checkpoint's name unless a save that replaced
-            an older checkpoint was killed halfway.
-        superseded: Whether this checkpoint is on an abandoned branch: after it was saved, the run was rolled back to a
-            lower step and saved again.
+        path: The checkpoint's directory. Differs from its name only if a save that replaced a checkpoint was killed.
+        superseded: Whether the run was rolled back to a lower step and saved again after this checkpoint.
     """
 
     path: str
@@ -87,12 +85,9 @@ class Skipped:
     """A directory that looks like a checkpoint but is not one.
 
     Attributes:
-        damaged: The directory may be a checkpoint, but its commit record is unreadable or belongs to another
-            checkpoint.
-        unanswered: The commit record could not be read, because the store failed or denied access. The record itself
-            may be undamaged.
-        kept_files: Files that are left in the directory after its checkpoint was deleted, because the checkpoint's
-            commit record did not name them.
+        damaged: It may be a checkpoint, but its commit record is unreadable or belongs to another checkpoint.
+        unanswered: The record could not be read, because the store failed or denied access.
+        kept_files: Foreign files that are left in the directory after its checkpoint was deleted.
         deleted: A checkpoint was deleted from the directory, so a new checkpoint may have this name.
         unknown: The directory has no commit record, and it is not known which save wrote it.
     """
@@ -124,10 +119,7 @@ class Inventory:
 
     @property
     def newest_damaged(self) -> Skipped | None:
-        """The damaged directory with the highest step in its name, if it may have been the latest checkpoint.
-
-        None if the step in its name is not above the step of `latest`.
-        """
+        """The damaged directory that may have been the latest checkpoint, by the step in its name."""
         last = -1 if self.latest is None else self.latest.step
         found = {step: item for item in self.skipped if item.damaged and (step := step_of_name(item.path)) is not None}
         newest = max(found, default=-1)
@@ -145,11 +137,7 @@ class Inventory:
 
 @patient()
 def list_checkpoints(root: Store, *, view: Store | None = None) -> Inventory:
-    """Return the inventory of `root`. Trusts only commit records, not names or dates. Does not import torch.
-
-    Args:
-        view: A fresh snapshot of `root`.
-    """
+    """Return the inventory of `root`. Trusts only commit records, not names or dates. Does not import torch."""
     found, names = _list_once(root, view or snapshot(root))
     # If nothing was found, list again: rotation may have deleted the only checkpoint before its record was read.
     for _ in range(_MAX_LISTINGS):
@@ -165,7 +153,7 @@ def list_checkpoints(root: Store, *, view: Store | None = None) -> Inventory:
 def _list_once(root: Store, view: Store) -> tuple[Inventory, list[str]]:
     """Return the inventory of `root`, and the names of all directories that may be checkpoints.
 
-    Reads `view`, a snapshot of `root`. Files that may have been created after the snapshot are read from `root` itself.
+    Reads `view`, a snapshot, or `root` itself for files that may be newer than the snapshot.
     """
     candidates: list[str] = []
     running: list[Attempt] = []
@@ -230,10 +218,7 @@ def _look_remotely(
 
 
 def _look(root: Store, path: str) -> Committed | Skipped | str:
-    """Return the checkpoint in a directory, or why the directory is not a checkpoint.
-
-    For a directory that no save seems to have written, return its path.
-    """
+    """Return the checkpoint in a directory, or why it is none, or its path if no save seems to have written it."""
     try:
         record = find_record(root, record_path(path))
     except CkptkitError as error:
@@ -276,8 +261,7 @@ def _look_inside(
 
     Args:
         folders: The folders under `name`, except the committed checkpoint's. Each save writes into its own folder.
-        attempts: The saves that the lease records, read after `view` was taken. A save is recorded before its first
-            file is written, so these include all running saves with files in `view`.
+        attempts: The saves that the lease records, read after `view` was taken, so that all running saves are included.
     """
     gone = {record.data: record for record in deleted_records(view, name)} if folders else {}
     found: list[tuple[str, Attempt | Skipped]] = []
@@ -308,8 +292,6 @@ def _attempt_folders(view: Store, name: str) -> list[str]:
 
 def check_new(root: Store, inventory: Inventory) -> None:
     """Raise if a new run must not start in `root`: nothing is committed there, but something looks like a checkpoint.
-
-    Files left by a save that was killed before the first commit do not count.
 
     Raises:
         IncompleteCheckpointError: Names the directories that look like checkpoints, and says why they are not.
@@ -344,10 +326,7 @@ def _check_directory(path: Path) -> None:
 
 
 def about_new(root: Store, inventory: Inventory) -> str:
-    """Return the log message for a new run.
-
-    The message mentions leftovers of killed saves, and other runs that the user may have meant.
-    """
+    """Return the log message for a new run, with leftovers of killed saves, and other runs that may have been meant."""
     text = f"{root.url} has no checkpoint yet"
     left = [item.path for item in inventory.abandoned + inventory.in_progress]
     if left:
@@ -379,8 +358,8 @@ def in_order(found: Sequence[Committed]) -> tuple[Committed, ...]:
 def _order(found: list[Committed]) -> tuple[list[Committed], list[Skipped]]:
     """Return the current checkpoints in order, and separately those that a later save replaced under the same name.
 
-    The order follows the saves' sequence numbers, not their times. After a rollback (a later save has a lower step) the
-    abandoned branch comes first, so "latest~1" is the previous checkpoint on the current branch.
+    The order follows the saves' sequence numbers. After a rollback (a later save has a lower step), the abandoned
+    branch comes first, so "latest~1" is the previous checkpoint on the current branch.
     """
     key = sorted(found, key=_AGE)
     newest_of = {item.name: item for item in key}
@@ -412,12 +391,10 @@ def choose(
 ) -> tuple[str, CommitRecord] | Skipped | None:
     """Return the path and the record of the checkpoint `which`, or None if the run has no checkpoint yet.
 
-    For "latest", return a damaged directory (`Skipped`) if it may have been the newest checkpoint, so that the damage
-    does not go unnoticed.
+    For "latest", return a damaged directory (`Skipped`) if it may have been the newest checkpoint.
 
     Args:
-        damaged: Names of checkpoints that cannot be loaded. Instead of these, the newest earlier checkpoint is chosen.
-        view: A fresh snapshot of `root`.
+        damaged: Names of checkpoints that cannot be loaded. The newest earlier checkpoint is chosen instead.
     """
     inventory = list_checkpoints(root, view=view)
     found: Committed | None
@@ -496,10 +473,7 @@ def _objective(
 
 
 def check_metric(inventory: Inventory, metric: str) -> None:
-    """Raise UsageError if there are checkpoints but none of them has the metric.
-
-    The error names the existing metrics.
-    """
+    """Raise UsageError, with the existing metrics, if no checkpoint has the metric."""
     known = sorted({name for item in inventory.committed for name in item.record.metrics})
     if inventory.committed and metric not in known:
         near = difflib.get_close_matches(metric, known, n=1)

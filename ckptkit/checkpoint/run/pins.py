@@ -44,15 +44,13 @@ class Pin:
 
     @property
     def reason(self) -> str:
-        """The reason as a phrase: "pinned: WHY" for a user's pin, and "being read by OWNER (WHY)" for a reader's."""
         return f"pinned: {self.why}" if self.owner is None else f"being read by {self.owner} ({self.why})"
 
 
 def list_pins(root: Store, *, clean: bool = False) -> list[Pin]:
     """Return the pins in force: all users' pins, and readers' pins that have not expired.
 
-    Args:
-        clean: Delete pins that killed readers left more than a day ago.
+    With `clean`, delete pins that killed readers left more than a day ago.
     """
     view = snapshot(root, _PINS)
     items = [item for item in view.list(_PINS) if item.kind == "file" and item.path.endswith(".json")]
@@ -89,11 +87,9 @@ def list_pins(root: Store, *, clean: bool = False) -> list[Pin]:
 
 @contextlib.contextmanager
 def pin_while_reading(root: Store, name: str, *, why: str = "load") -> Iterator[CommitRecord]:
-    """Protect checkpoint `name` from deletion during the `with` block.
+    """Protect checkpoint `name` from deletion during the `with` block. Yields its commit record.
 
-    Yields the commit record, which is read after the pin was written. A thread renews the pin, so the pin expires if
-    this process dies. If the root is not writable, logs a warning and goes on without a pin. Directories that were
-    created for the pin are removed afterwards.
+    A thread renews the pin. If the root is not writable, logs a warning and goes on without a pin.
 
     Raises:
         CheckpointNotFoundError: The checkpoint was deleted, or is being deleted. List again and choose a different one.
@@ -106,9 +102,8 @@ def pin_while_reading(root: Store, name: str, *, why: str = "load") -> Iterator[
 def pin_unseen(root: Store, name: str, *, why: str = "load") -> Iterator[Callable[[], CommitRecord]]:
     """Pin checkpoint `name` like `pin_while_reading`, but let the caller check that the pin took effect.
 
-    Yields a function that makes this check. It returns the commit record, or raises CheckpointNotFoundError if the
-    checkpoint was deleted. A deletion that was announced before the pin was written goes on, so files may disappear
-    before the check. A reader that has already read everything does not need the check.
+    Yields a function that makes this check: it returns the commit record or raises CheckpointNotFoundError. A deletion
+    that was announced before the pin was written goes on, so files may disappear before the check.
     """
     path = f"{_PINS}/read-{new_nonce()}.json"
     body = json.dumps({"name": name, "why": why, "owner": owner_json(root)}).encode()
@@ -158,12 +153,9 @@ def _record_of(root: Store, name: str) -> CommitRecord:
 def pin_url(
     url: str, *, why: str = "load", storage_options: Mapping[str, Any] | None = None
 ) -> Iterator[CommitRecord | None]:
-    """Protect the checkpoint at `url` from deletion during the `with` block, if ckptkit saved it.
+    """Protect the checkpoint at `url` from deletion during the `with` block, and yield its record.
 
-    Yields the commit record. Yields None if ckptkit did not save the checkpoint, because ckptkit then never deletes it.
-
-    Raises:
-        CheckpointNotFoundError: The checkpoint was deleted while it was being pinned.
+    Yields None if ckptkit did not save the checkpoint, because ckptkit then never deletes it.
     """
     try:
         root, name = split_checkpoint_url(url, storage_options=storage_options)
@@ -233,11 +225,7 @@ def deleting(root: Store, name: str) -> Iterator[list[Pin]]:
 
 
 def split_checkpoint_url(url: str, *, storage_options: Mapping[str, Any] | None = None) -> tuple[Store, str]:
-    """Split a checkpoint's URL into the run's store and the checkpoint's name.
-
-    Raises:
-        UsageError: `url` does not name a checkpoint.
-    """
+    """Split a checkpoint's URL into the run's store and the checkpoint's name."""
     head, separator, name = url.rstrip("/").rpartition("/")
     if name in ("", ".", "..") or head.endswith(":/"):
         raise UsageError(f"{url} does not name a checkpoint: give its directory, for example RUN/step_00001000.")

@@ -23,10 +23,7 @@ _ATTEMPT = re.compile(r"[0-9a-f]{16}/")
 
 
 def mark_of(record: CommitRecord) -> str:
-    """Return the name of the file that marks a deletion on an object store.
-
-    The file is a copy of the checkpoint's commit record. A deletion writes this file before it deletes anything.
-    """
+    """Return the name of the copy of a commit record that marks a deletion on an object store, written before it."""
     return f".ckptkit-deleted-{record.save_id}.json"
 
 
@@ -37,23 +34,14 @@ def named_paths(record: CommitRecord) -> list[str]:
 
 
 def unnamed_files(root: Store, path: str, record: CommitRecord) -> list[str]:
-    """Return the relative paths of the files in the directory `path` that do not belong to the checkpoint.
-
-    On an object store these include files from other attempts to save the same checkpoint.
-
-    Args:
-        record: The checkpoint's commit record.
-    """
+    """Return the relative paths of the files in the directory `path` that do not belong to the checkpoint `record`."""
     named = {RECORD_NAME, *named_paths(record)}
     found = [item.path[len(path) + 1 if path else 0 :] for item in root.list(path, recursive=True)]
     return [inner for inner in found if inner not in named and not _MARK.fullmatch(inner)]
 
 
 def clear(root: Store, path: str) -> list[str]:
-    """Delete the files that a dead save left, recognized by their names. Returns all other files, which are kept.
-
-    Files that appear during the deletion are kept, too.
-    """
+    """Delete the files that a dead save left, recognized by their names. Return all other files, which are kept."""
     place = root.child(path)
     listed = place.list(recursive=True)
     ours = {item.path for item in listed if item.kind == "file" and may_be_saved(item.path)}
@@ -144,10 +132,9 @@ def deleted_records(root: Store, name: str) -> list[CommitRecord]:
 def delete_marked(root: Store, view: Store, name: str, record: CommitRecord) -> list[str]:
     """Delete a checkpoint's files from an object store, and return the files that remain.
 
-    Before this call, the file that marks the deletion (`mark_of`) must have been written, and then the checkpoint's
-    commit record must have been deleted or replaced. If the process is killed during this call, the mark still lists
-    the files to delete. The mark is deleted last, but is kept if foreign files remain. Files of other attempts to save
-    this checkpoint do not count as foreign.
+    The mark of the deletion (`mark_of`) must have been written, and then the commit record deleted or replaced. If the
+    process is killed, the mark still lists the files to delete. It is kept if foreign files remain. Files of other
+    attempts to save this checkpoint do not count as foreign.
     """
     found = (f"{name}/{path}" for path in named_paths(record))
     root.delete(path for path in found if view.info(path) is not None)
