@@ -26,7 +26,7 @@ from ckptkit.checkpoint.run.coordinator import Coordinator
 from ckptkit.checkpoint.run.delete import delete_checkpoint, rotate
 from ckptkit.checkpoint.run.inventory import choose
 from ckptkit.checkpoint.save.saver import Saver
-from ckptkit.errors import LeaseHeldError, RankFailedError, SaveError, UsageError
+from ckptkit.errors import LeaseHeldError, RankFailedError, SaveError
 from ckptkit.storage.local import LocalStore
 from ckptkit.storage.lock import acquire_lease, open_attempts
 from ckptkit.storage.open import open_store
@@ -117,21 +117,6 @@ def test_closing_restores_the_previous_signal_handlers():
         assert signal.getsignal(signal.SIGUSR1) is mine
     finally:
         signal.signal(signal.SIGUSR1, before)
-
-
-def test_only_the_main_thread_can_install_handlers():
-    caught: list[BaseException] = []
-
-    def make() -> None:
-        try:
-            SignalWatch(Coordinator())
-        except UsageError as error:
-            caught.append(error)
-
-    thread = threading.Thread(target=make)
-    thread.start()
-    thread.join()
-    assert "main thread" in str(caught[0])
 
 
 def interrupted(url: str) -> tuple[list[bool], list[int]]:

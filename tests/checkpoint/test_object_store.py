@@ -138,15 +138,6 @@ def test_one_of_two_writers_of_a_step_wins_and_the_other_leaves_nothing(root):
     assert keys(root) == [f"step_00000007/{wins[0]}/__0_0.distcp", "step_00000007/checkpoint.json"]
 
 
-def test_a_second_job_is_refused_with_the_name_of_the_first(root, lease):
-    with pytest.raises(LeaseHeldError, match=str(os.getpid())):
-        save(root, 7)
-    save(root, 7, lease=lease)
-    lease.release()
-    save(root, 8)
-    assert check(root) == [7, 8]
-
-
 def test_rotation_removes_the_record_before_everything_else(root, monkeypatch):
     deleted: list[str] = []
     delete = type(root).delete

@@ -63,22 +63,6 @@ def test_conversions_between_s3_and_s3_make_no_local_file(near, tmp_path, monkey
     assert list(tmp_path.iterdir()) == []
 
 
-def test_progress_names_the_uploaded_file_and_ends_at_the_total(near):
-    seen: list[tuple[int, int, str]] = []
-    there: list[set[str]] = []
-
-    def progress(done: int, total: int, what: str) -> None:
-        seen.append((done, total, what))
-        if done == total and not there:
-            there.append(near.names())
-
-    near.make(to="dcp", world_size=2, progress=progress)
-    shards = {path for path in there[0] if path.endswith(".distcp")}
-    assert len(shards) == 2 and shards <= {what for _, _, what in seen}
-    assert [done for done, _, _ in seen] == sorted(done for done, _, _ in seen)
-    assert seen[-1][0] == seen[-1][1]
-
-
 def test_commands_take_storage_options_or_the_environment(near, monkeypatch, ranks):
     url = near.url
     ranks.run(saved, 1, near)  # with a mesh, which inspect shows and reshard uses
@@ -233,21 +217,3 @@ def test_ranges_share_requests(count, far, views, size, stride, requests):
     reads = [ReadInto("x", i * stride, memoryview(bytearray(size))) for i in range(views)]
     assert count(lambda: store.read_many(reads)) == requests
     assert all(read.view == data[read.start : read.start + size] for read in reads)
-
-
-def test_loading_a_thousand_tensors_makes_few_requests(proxy, far):
-    model = nn.Module()
-    for i in range(1000):
-        model.register_parameter(f"p{i}", nn.Parameter(torch.full((16384,), float(i))))
-    state = TrainState(model=model)
-    with far.manager() as manager:
-        manager.save(1, state)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.zero_()
-        proxy.clear()
-        manager.load(state)
-        loading = proxy.kinds()
-    assert all(bool((p == i).all()) for i, p in enumerate(model.parameters()))
-    # 64 MiB of data; the record, the manifest and the pin around it
-    assert sum(loading.values()) <= 20, loading

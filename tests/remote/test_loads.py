@@ -6,12 +6,9 @@ import threading
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed.checkpoint as dcp
 
 from ckptkit.checkpoint.run.delete import delete_checkpoint
 from ckptkit.checkpoint.state.train_state import TrainState
-from ckptkit.formats.dcp.torch_api import DCPReader, DCPWriter
 from tests.checkpoint.states import linear, value_of
 from tests.remote.runs import Place
 from tests.storage.proxy import PASS
@@ -49,19 +46,6 @@ def test_a_load_repeats_only_the_check_of_its_pin(proxy, far):
     assert [path for _, path in seen if seen.count(("GET", path)) > 1] == [
         path for _, path in seen if path.endswith("step_00000002/checkpoint.json")
     ]
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_small_files_take_one_request_each(proxy, far):
-    saved = {f"w{i}": torch.full((9 << 18,), float(i)) for i in range(4)}  # 36 MiB
-    dcp.save(saved, storage_writer=DCPWriter(far.url, storage_options=far.options))
-    files = [name for name in far.names() if name.endswith(".distcp")]
-    target = {key: torch.zeros_like(tensor) for key, tensor in saved.items()}
-    proxy.clear()
-    dcp.load(target, storage_reader=DCPReader(far.url, storage_options=far.options))
-    assert all(torch.equal(target[key], saved[key]) for key in saved)
-    assert len(files) > 1
-    assert sorted(path.rpartition("/")[2] for _, path in proxy.seen if path.endswith(".distcp")) == sorted(files)
 
 
 @pytest.mark.parametrize("atomic", [False, True])

@@ -15,10 +15,8 @@ import pytest
 from ckptkit.checkpoint.run import commit
 from ckptkit.checkpoint.run.attempt import RemotePlace
 from ckptkit.checkpoint.run.commit import clean_leftovers
-from ckptkit.checkpoint.run.inventory import list_checkpoints
 from ckptkit.errors import CheckpointExistsError, CkptkitError
 from ckptkit.formats.own.record import CommitRecord, find_record, record_path
-from ckptkit.storage.lock import acquire_lease
 from tests.checkpoint.saving import check, fork, save
 from tests.remote.runs import Options, Place, on
 
@@ -95,28 +93,6 @@ def test_the_age_of_an_upload_is_measured_by_the_clock_of_the_store(root, monkey
     monkeypatch.setattr(commit, "UPLOAD_AGE_S", 1e10)  # moto's uploads are all of 2010
     assert clean_leftovers(root) == []
     assert len(root.unfinished_uploads()) == 1
-
-
-def test_a_stale_listing_does_not_reorder_a_run(proxy, near, far):
-    held: dict[str, Any] = {}
-
-    def old(handler: Any, body: bytes) -> Any:
-        if handler.command == "GET" and "list-type" in handler.path:
-            return held.setdefault(handler.path, handler.forward(body))
-        return handler.forward(body)
-
-    save(near.store, 1)
-    root = far.store
-    list_checkpoints(root)
-    proxy.between = old
-    lease = acquire_lease(root)
-    for step in range(2, 6):
-        save(root, step, lease=lease)
-        if step == 3:
-            lease.inventory = None  # as after a failure: it looks again
-    lease.release()
-    steps = check(near.store)
-    assert steps == sorted(steps) and steps[-1] == 5
 
 
 # --- two commands that write to one URL at once

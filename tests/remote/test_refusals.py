@@ -30,15 +30,6 @@ def test_an_html_page_instead_of_an_answer_is_an_error(proxy, far):
     assert store.read("x") == b"1"
 
 
-def test_a_truncated_answer_is_not_blamed_on_tokens(proxy, far, at_once):
-    store = far.store
-    store.write("x", b"1234")
-    proxy.rule = always("cut")
-    with pytest.raises(StorageError) as caught:
-        store.read("x")
-    assert "token" not in str(caught.value)
-
-
 def test_an_html_page_instead_of_a_listing_is_not_an_empty_run(proxy, far, near):
     near.save(1)
     proxy.rule = always(Answer(200, text=PAGE))

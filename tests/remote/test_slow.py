@@ -21,7 +21,7 @@ from ckptkit.storage.publish import stage
 from ckptkit.storage.retry import Patience, SilenceError, call_with_retries, patiently, silences
 from ckptkit.storage.s3 import S3Api
 from ckptkit.storage.store import ReadInto
-from tests.remote.runs import Place, on
+from tests.remote.runs import Place
 from tests.storage.proxy import Answer, Late, Reply, Rule
 
 PART = 2 << 20  # lent memory is sent in parts of 4.5 times this; S3 accepts no less than 5 MiB
@@ -171,34 +171,6 @@ def test_a_late_answer_to_any_request_is_harmless(proxy, far, small_parts, data)
     assert len(left) == 1  # it was begun twice; only prune finds the first
     store.end_uploads(left)
     assert {"PUT", "GET", "LIST", "HEAD", "POST delete", "PUT partNumber", "POST uploadId"} <= set(late.kinds)
-
-
-class _Broken:
-    """Goes between a proxy and its server: only half of the first body to such a path arrives."""
-
-    def __init__(self, what: str) -> None:
-        self.broken = 0
-        self._what = what
-
-    def __call__(self, handler: Any, body: bytes) -> Reply | None:
-        if handler.command != "PUT" or self._what not in handler.path or self.broken:
-            return handler.forward(body)
-        self.broken += 1
-        to_server = http.client.HTTPConnection(*handler.target, timeout=30)
-        to_server.putrequest(handler.command, handler.path, skip_host=True, skip_accept_encoding=True)
-        for name, value in handler.headers.items():
-            to_server.putheader(name, value)
-        to_server.endheaders(body[: len(body) // 2])
-        to_server.close()
-        return None
-
-
-@on("rclone")
-def test_an_interrupted_body_is_sent_again(proxy, far, near, data):
-    proxy.between = broken = _Broken("/x")
-    _lend(far.store, "x", data[:PART])
-    assert broken.broken == 1
-    assert near.store.read("x") == data[:PART]
 
 
 # --- the commit record

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
-from contextlib import ExitStack
 
 import pytest
 from moto.core import DEFAULT_ACCOUNT_ID as ACCOUNT
@@ -15,8 +14,7 @@ from ckptkit.errors import CkptkitError, CorruptCheckpointError, RankFailedError
 from ckptkit.storage import retry
 from tests.checkpoint.states import unchanged
 from tests.remote.runs import TWO, Place, on, state_of
-from tests.storage import servers
-from tests.storage.proxy import PASS, Answer, Changed, Proxy, always, every_third, first_of_each, only, proxy_of
+from tests.storage.proxy import PASS, Answer, Changed, Proxy, always, every_third, first_of_each, only
 
 THROTTLED = [Answer(status, text=b'{"error": {"code": %d}}' % status) for status in (408, 429, 500, 503)]
 
@@ -54,30 +52,6 @@ def test_a_run_among_thousands_survives_every_third_request_failing(proxy, far, 
     far.save(1)
     far.loads(1)
     assert len(far.store.list("others")) == 2001
-
-
-def test_a_save_survives_a_server_restart(tmp_path):
-    port = servers.free_port()
-    with ExitStack() as stack:
-        first = stack.enter_context(ExitStack())
-        near = Place("s3://bucket/run", dict(first.enter_context(servers.rclone(tmp_path, port=port))))
-        proxy = stack.enter_context(proxy_of(near.options["endpoint_url"]))
-        far = near.by(endpoint_url=proxy.url)
-        far.save(1)
-        restarted = []
-
-        def rule(number: int, method: str, path: str) -> str:
-            if method != "PUT" or ".distcp" not in path or restarted:
-                return "pass"
-            restarted.append(path)
-            first.close()
-            stack.enter_context(servers.rclone(tmp_path, port=port))
-            return "reset"
-
-        proxy.rule = rule
-        far.save(2)
-        assert restarted
-        near.loads(2)
 
 
 @pytest.fixture

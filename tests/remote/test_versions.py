@@ -83,25 +83,6 @@ def test_folder_markers_of_consoles_are_ignored(near):
 # --- objects of others
 
 
-def test_no_command_touches_foreign_objects(near):
-    theirs = {
-        "step_00000001/notes.txt": b"1",
-        "step_00000001/0123456789abcdef/note.bin": b"2",
-        "step_x/checkpoint.json": b"{}",
-        "export/model.safetensors": b"3",
-        "LATEST": b"4",
-        "a b/ü%+#?.bin": b"5",
-    }
-    for name, data in theirs.items():
-        near.store.write(name, data)
-    near.save(2, 3, 4, retention=ONE)
-    near.prune()
-    with pytest.raises(CheckpointExistsError):
-        (near / "latest").convert(near / "export", to="dcp")
-    near.loads(4)
-    assert theirs.items() <= near.objects().items()
-
-
 @pytest.mark.parametrize(
     "key",
     [

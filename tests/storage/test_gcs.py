@@ -138,15 +138,6 @@ def test_an_upload_that_ends_wrong_is_not_published(store, proxy, small_parts, l
     assert store.list() == []
 
 
-def test_a_server_that_ends_an_upload_early_is_an_error(store, proxy, sessions):
-    ended = Answer(200, text=b'{"size": "5"}')
-    proxy.clear()
-    proxy.rule = lambda number, method, path: ended if method == "PUT" else "lost" if number == 3 else "pass"
-    with pytest.raises(StorageError, match=ENDED):
-        put(store, "x")
-    assert store.list() == []
-
-
 def test_a_put_whose_answer_was_lost_is_not_a_conflict(store, proxy):
     proxy.rule = first_of_each("lost")
     store.write("record", b"mine")

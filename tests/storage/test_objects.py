@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from ckptkit.errors import StorageError, UsageError
 from ckptkit.storage import open_store
 from ckptkit.storage.objects import RemoteStore
-from ckptkit.storage.requests import FsspecApi, NotConditionalError
 from ckptkit.storage.retry import is_transient
 from tests.conformance.store_tests import StoreTests
 from tests.storage import servers
@@ -100,18 +98,3 @@ def test_an_http_server_without_ranges_is_read_or_refused_by_size(tmp_path, monk
         monkeypatch.setattr("ckptkit.storage.requests.PART_BYTES", 1000)
         with pytest.raises(StorageError, match="ignores ranges: 10 bytes were requested, 25600 bytes came"):
             store.read("x", 10, 20)
-
-
-def test_one_warning_says_that_a_store_has_no_conditional_writes(monkeypatch, caplog):
-    put = FsspecApi.put
-
-    def refuse(self: FsspecApi, name: str, data: Any, *, if_absent: bool, mark: str = "") -> str:
-        if if_absent:
-            raise NotConditionalError("the store has no put-if-absent")
-        return put(self, name, data, if_absent=False)
-
-    monkeypatch.setattr(FsspecApi, "put", refuse)
-    store = RemoteStore("memory://warned", storage_options={"connection": "of its own"})
-    for i in range(3):
-        store.write(f"f{i}", b"x")
-    assert caplog.text.count("has no conditional writes") == 1

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from ckptkit.errors import CheckpointExistsError, StorageError
-from ckptkit.storage import local, publish, staging
+from ckptkit.storage import publish, staging
 from ckptkit.storage.journal import Journal, Section, _parse
 from ckptkit.storage.local import LocalStore
 from ckptkit.storage.publish import stage
@@ -166,22 +166,6 @@ def test_a_file_created_between_the_last_check_and_the_swap_is_kept_and_named(tm
     assert f"kept as {tmp_path / kept}: it holds notes.txt" in caplog.text
 
 
-def test_a_foreign_file_at_the_place_of_a_single_file_result_is_kept(tmp_path):
-    def rule(store: Store, path: str, known: Collection[str]) -> None:
-        if store.read(path) == b"mine":
-            raise CheckpointExistsError("x")
-        if len(asked) == 1:
-            (tmp_path / "x.bin").write_bytes(b"mine")  # after the last check
-        asked.append(path)
-
-    asked: list[str] = []
-    (tmp_path / "x.bin").write_bytes(b"old")
-    with stage(str(tmp_path), file="x.bin", replaceable=rule, overwrite=True) as store:
-        store.write("x.bin", b"new")
-    kept = next(name for name in names(tmp_path) if name.startswith("x.bin.replaced-"))
-    assert tree(tmp_path) == {"x.bin": b"new", kept: b"mine"}
-
-
 def test_a_target_that_appears_during_the_write_is_not_replaced(tmp_path):
     with pytest.raises(CheckpointExistsError, match="by another process"), stage(str(tmp_path / "out")) as store:
         store.write("x", b"1")
@@ -314,25 +298,6 @@ def test_a_failed_two_step_replacement_restores_the_old_directory(tmp_path, old,
     monkeypatch.undo()
     publish.clean_siblings(LocalStore(tmp_path), "out")
     assert tree(tmp_path) == before
-
-
-def test_rename_without_renameat2_does_not_replace_a_directory_that_just_appeared(tmp_path, monkeypatch):
-    """NFS has no renameat2; rename(2) itself fails on a non-empty directory."""
-    monkeypatch.setattr(local, "_libc", lambda *_: None)
-    (tmp_path / "new").mkdir()
-    real = os.path.lexists
-
-    def appears(path: str) -> bool:
-        found = real(path)
-        (tmp_path / "out").mkdir()
-        (tmp_path / "out" / "theirs").write_bytes(b"1")
-        return found
-
-    with monkeypatch.context() as during:
-        during.setattr(os.path, "lexists", appears)
-        with pytest.raises(FileExistsError):
-            LocalStore(tmp_path).rename("new", "out")
-    assert tree(tmp_path / "out") == {"theirs": b"1"}
 
 
 @pytest.mark.parametrize("error", [FileNotFoundError, FileExistsError])

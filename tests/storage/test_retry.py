@@ -13,7 +13,7 @@ from ckptkit.errors import StorageError
 from ckptkit.storage import retry
 from ckptkit.storage.objects import RemoteStore
 from ckptkit.storage.pool import WorkerPool
-from ckptkit.storage.retry import Patience, call_with_retries, patient, words_of
+from ckptkit.storage.retry import patient, words_of
 from tests.storage.proxy import PASS, Proxy, always, nth
 
 LONG_S = 1000.0  # longer than a test may take
@@ -52,35 +52,6 @@ def test_the_log_of_a_retry_names_the_server_and_the_deadline(store, proxy, capl
     (said,) = [record.getMessage() for record in caplog.records if record.name == retry.__name__]
     assert said.startswith(f"{store.url} (at {proxy.url}) does not answer (")
     assert "retrying, next try in 0.1 s, giving up in 1" in said and "SlowDown" in said
-
-
-def test_hurry_ends_a_wait(monkeypatch):
-    monkeypatch.setattr(retry, "WAIT_S", LONG_S)
-    monkeypatch.setattr(retry, "WAIT_MAX_S", LONG_S)
-    patience, failed = Patience(2 * LONG_S), threading.Event()
-
-    def fail() -> None:
-        failed.set()
-        raise ConnectionRefusedError("nobody there")
-
-    def hurry() -> None:
-        failed.wait()
-        patience.hurry()
-
-    thread = threading.Thread(target=hurry)
-    thread.start()
-    with pytest.raises(ConnectionRefusedError), patience.entered():
-        call_with_retries(fail)
-    thread.join()
-
-
-def test_hurry_just_before_a_wait_shortens_the_wait(monkeypatch):
-    patience, slept = Patience(LONG_S), []
-    wait = patience.wait_before(1, 0.0, ConnectionRefusedError("nobody there"))
-    patience.hurry()
-    monkeypatch.setattr("time.sleep", slept.append)
-    patience.sleep(wait or LONG_S)
-    assert slept and slept[0] < 1
 
 
 @pytest.mark.parametrize("what", ["upload", "reads"])
