@@ -25,21 +25,9 @@ _SECRET_VARIABLE = re.compile(
     r"(?i)(?:SECRET|PASSWORD|PASSWD|PASSPHRASE|TOKEN|_KEY|SAS|CREDENTIAL|CONNECTION_STRING)(?:_ID)?$"
 )
 _NO_SECRETS = frozenset(  # login methods and placeholders
-    [
-        "anon",
-        "cloud",
-        "cache",
-        "google_default",
-        "browser",
-        "service_account",
-        "authorized_user",
-        "default",
-        "false",
-        "none",
-        "null",
-        "true",
-    ]
-)
+    ["anon", "cloud", "cache", "google_default", "browser", "service_account", "authorized_user", "default", "false",
+     "none", "null", "true"]
+)  # fmt: skip
 _SHORTEST_OPTION, _SHORTEST_VARIABLE = 4, 8  # shorter values would match ordinary words
 _START = r"(?:(?<!\w)|(?<=%[0-9A-Fa-f]{2}))"
 _LONG = 12  # values at least this long are also masked inside longer words

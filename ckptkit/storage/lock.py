@@ -210,14 +210,11 @@ class Lease:
             _held_leases.pop(self.nonce, None)
             state = replace(self._state, released=True)
             try:
-                if state.owner == this_process() and (sure or self._is_newest()):  # not in a forked child
+                newest = self._state if sure else _newest(snapshot(self.root, STATE_DIRECTORY))
+                if state.owner == this_process() and newest and newest.nonce == self.nonce:  # not in a forked child
                     self._write(state)
             except OSError as error:
                 logger.warning("the lease of %s could not be released: %s", self.root.url, error)
-
-    def _is_newest(self) -> bool:
-        newest = _newest(snapshot(self.root, STATE_DIRECTORY))
-        return newest is not None and newest.nonce == self.nonce
 
     def _write(self, state: _State) -> None:
         # Invariant: a lost root is never recreated. Otherwise the next `check` would accept a different disk.

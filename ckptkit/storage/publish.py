@@ -19,6 +19,7 @@ from ckptkit.storage.owner import owner_json
 from ckptkit.storage.staging import (
     Leftover,
     Replaceable,
+    exists_already,
     is_abandoned,
     is_interruption,
     leftover_of,
@@ -299,10 +300,7 @@ def check_target(parent: LocalStore, name: str, *, replaceable: Replaceable | No
     if found.kind == "directory" and not parent.list(name):
         return
     if replaceable is None:
-        raise CheckpointExistsError(
-            f"{place} exists already; nothing was written. Choose another path, or replace it with overwrite=True "
-            "(--overwrite)."
-        )
+        raise exists_already(place)
     if Path(place) in (Path.cwd(), *Path.cwd().parents):
         raise CheckpointExistsError(
             f"{place} is not overwritten: it contains the current directory. Choose another path."

@@ -26,7 +26,15 @@ from ckptkit.storage.ledger import FOLDER, Finished, Ledger, read_ledger
 from ckptkit.storage.objects import RemoteStore
 from ckptkit.storage.owner import owner_json
 from ckptkit.storage.retry import may_yet_happen
-from ckptkit.storage.staging import Replaceable, Writer, is_interruption, new_nonce, read_owner, write_owner
+from ckptkit.storage.staging import (
+    Replaceable,
+    Writer,
+    exists_already,
+    is_interruption,
+    new_nonce,
+    read_owner,
+    write_owner,
+)
 from ckptkit.storage.store import FileInfo, ReadInto, Store
 
 logger = logging.getLogger(__name__)
@@ -131,15 +139,8 @@ def check_object(target: RemoteStore, name: str, replaceable: Replaceable | None
     if target.info(name) is None:
         return
     if replaceable is None:
-        raise CheckpointExistsError(_taken(f"{target.url}/{name}"))
+        raise exists_already(f"{target.url}/{name}")
     replaceable(target, name, ())
-
-
-def _taken(url: str) -> str:
-    return (
-        f"{url} exists already; nothing was written. Choose another path, or replace it with overwrite=True "
-        "(--overwrite)."
-    )
 
 
 @contextlib.contextmanager
@@ -298,7 +299,7 @@ class _Place:
                 f"{url} exists already: {previous.writer.owner} is writing it or left it unfinished. If that process "
                 "is dead, the same command with overwrite=True (--overwrite) continues its work."
             )
-        raise CheckpointExistsError(_taken(url))
+        raise exists_already(url)
 
     def _written_by(self, previous: _Previous) -> CheckpointExistsError:
         owner = previous.writer.owner if previous.writer is not None else "?"

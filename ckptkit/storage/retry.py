@@ -194,48 +194,24 @@ TIMEOUT_VARIABLE = "CKPTKIT_STORAGE_TIMEOUT"
 
 _FINAL = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)
 _TRANSIENT_ERRNO = frozenset(
-    [
-        errno.EBUSY,
-        errno.EAGAIN,
-        errno.EIO,
-        errno.EPIPE,
-        errno.ETIMEDOUT,
-        errno.ECONNRESET,
-        errno.ECONNREFUSED,
-        errno.ECONNABORTED,
-        errno.ENETUNREACH,
-        errno.EHOSTUNREACH,
-        getattr(errno, "EREMOTEIO", errno.EIO),  # s3fs raises it for 500
-    ]
-)
+    [errno.EBUSY, errno.EAGAIN, errno.EIO, errno.EPIPE, errno.ETIMEDOUT, errno.ECONNRESET, errno.ECONNREFUSED,
+     errno.ECONNABORTED, errno.ENETUNREACH, errno.EHOSTUNREACH,
+     getattr(errno, "EREMOTEIO", errno.EIO)]  # s3fs raises it for 500
+)  # fmt: skip
 _TRANSIENT_STATUS = frozenset([408, 425, 429, 500, 502, 503, 504])
 _FINAL_STATUS = range(400, 500)
 # Class names, because aiohttp, botocore, urllib3 and gcsfs may not be installed.
 _TRANSIENT_NAMES = frozenset(
-    [
-        "ClientConnectionError",
-        "ClientConnectorError",
-        "ClientOSError",
-        "ClientPayloadError",
-        "ConnectTimeoutError",
-        "ConnectionClosedError",
-        "EndpointConnectionError",
-        "FSTimeoutError",
-        "HTTPClientError",
-        "IncompleteRead",
-        "IncompleteReadError",
-        "ProxyError",  # gcsfs raises it for 502
-        "ReadTimeoutError",
-        "ResponseParserError",  # truncated XML
-        "ResponseStreamingError",
-        "ServerDisconnectedError",
-        "ServerTimeoutError",
-        "ChecksumError",
-        "TimeoutError",  # asyncio's, in Python 3.10
-        "TransportError",  # raised by httpx and google-auth
-        *(name for service in SERVICES.values() for name in service.transient),
-    ]
-)
+    ["ClientConnectionError", "ClientConnectorError", "ClientOSError", "ClientPayloadError", "ConnectTimeoutError",
+     "ConnectionClosedError", "EndpointConnectionError", "FSTimeoutError", "HTTPClientError", "IncompleteRead",
+     "IncompleteReadError", "ReadTimeoutError", "ResponseStreamingError", "ServerDisconnectedError",
+     "ServerTimeoutError", "ChecksumError",
+     "ProxyError",  # gcsfs raises it for 502
+     "ResponseParserError",  # truncated XML
+     "TimeoutError",  # asyncio's, in Python 3.10
+     "TransportError",  # raised by httpx and google-auth
+     *(name for service in SERVICES.values() for name in service.transient)]
+)  # fmt: skip
 
 
 def is_transient(error: BaseException) -> bool:

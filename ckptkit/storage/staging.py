@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from ckptkit.errors import RankFailedError, StorageError
+from ckptkit.errors import CheckpointExistsError, RankFailedError, StorageError
 from ckptkit.storage.local import LocalStore, disk_errors
 from ckptkit.storage.owner import Owner, owner_in, owner_json, this_process
 from ckptkit.storage.store import Store
@@ -156,6 +156,13 @@ def is_dead(store: Store, path: str, *, leased: bool = False) -> bool | None:
         return not alive
     found = store.info(path)  # the file may be empty: its writer has just created it, or died right after that
     return found is None or time.time() - found.mtime > STARTING_S
+
+
+def exists_already(place: str) -> CheckpointExistsError:
+    return CheckpointExistsError(
+        f"{place} exists already; nothing was written. Choose another path, or replace it with overwrite=True "
+        "(--overwrite)."
+    )
 
 
 def is_interruption(error: BaseException) -> bool:

@@ -265,16 +265,8 @@ FILE_SYSTEM_FOLDERS = ("lost+found", ".snapshot", ".snapshots", ".zfs")
 _REFUSED = re.compile("(?:^|/)[.]{0,2}(?:/|\\Z)|[\\\\\\x00-\\x1f\\x7f\ud800-\udc7f\udd00-\udfff]")
 
 # Windows reserves these names, with any extension. Checkpoints must be portable.
-_DEVICES = frozenset(
-    [
-        "con",
-        "prn",
-        "aux",
-        "nul",
-        "conin$",
-        "conout$",
-        *(f"{port}{i}" for port in ("com", "lpt") for i in "123456789¹²³"),
-    ]
+_DEVICES = frozenset(["con", "prn", "aux", "nul", "conin$", "conout$"]) | frozenset(
+    f"{port}{i}" for port in ("com", "lpt") for i in "123456789¹²³"
 )
 
 
