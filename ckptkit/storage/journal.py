@@ -208,7 +208,7 @@ def _staging_directories(parent: LocalStore, name: str) -> Iterator[Leftover]:
 
 def _is_dead(parent: LocalStore, path: str) -> bool:
     writer = read_owner(parent, path)
-    if writer is None or writer.replaces or writer.leased or writer.owner.machine != this_process().machine:
+    if writer is None or writer.leased or writer.owner.machine != this_process().machine:
         return False
     return writer.owner.alive() is False
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -15,7 +14,6 @@ from ckptkit.errors import CheckpointExistsError, UsageError
 from ckptkit.storage.journal import Journal, adopt, give_up, resumable
 from ckptkit.storage.local import LocalStore, renameat2
 from ckptkit.storage.open import open_store
-from ckptkit.storage.owner import owner_json
 from ckptkit.storage.staging import (
     Leftover,
     Replaceable,
@@ -27,7 +25,6 @@ from ckptkit.storage.staging import (
     new_nonce,
     owner_files,
     owner_path,
-    read_owner,
     staging_name,
     trash_name,
     write_owner,
@@ -60,19 +57,20 @@ def close_staging(
     """Delete a staging directory and its owner files. After publication, the directory may already be gone.
 
     Args:
-        old: The path of the target's old content, which a replacement has put into the staging directory. It is checked
-            again, because other programs may have added files since the first check. If `replaceable` raises
-            CheckpointExistsError for it, it is renamed and kept.
+        old: The path of the target's old content. It is checked again before it is deleted, because other programs may
+            have added files. If `replaceable` raises CheckpointExistsError for it, it is kept as NAME.replaced-NONCE.
     """
-    path = staging_name(name, nonce)
+    path, kept = staging_name(name, nonce), f"{name}.replaced-{nonce}"
     if old and replaceable is not None:
         try:
             replaceable(parent, old, ())
+            if old == kept and (trash := drop(parent, kept)) is not None:
+                parent.delete_tree(trash)
         except CheckpointExistsError as error:
-            kept, place = f"{name}.replaced-{nonce}", parent.path_of(name)
-            parent.rename(old, kept)
-            parent.sync_directory()
-            why = error.reason or str(error)
+            if old != kept:
+                parent.rename(old, kept)
+                parent.sync_directory()
+            why, place = error.reason or str(error), parent.path_of(name)
             logger.warning("%s was replaced; its old content is kept as %s: %s", place, parent.path_of(kept), why)
     trash = drop(parent, path)
     if trash is not None:
@@ -154,36 +152,14 @@ def clean_siblings(parent: LocalStore, name: str, *, keep: Leftover | None = Non
         if (keep is not None and leftover.nonce == keep.nonce) or not is_abandoned(parent, leftover):
             continue
         try:
-            _clean(parent, leftover)
+            logger.info("removing %s/%s, left by a dead process", parent.url, leftover.path)
+            trash = drop(parent, leftover.path) if leftover.kind == "tmp" else leftover.path
+            if trash is not None:
+                parent.delete_tree(trash)
+            if leftover.kind == "tmp":
+                parent.delete([owner_path(leftover.path)])
         except PermissionError as error:  # the file belongs to a different user; `name` can still be written
             logger.warning("%s/%s, left by a dead process, could not be removed: %s", parent.url, leftover.path, error)
-
-
-def _clean(parent: LocalStore, leftover: Leftover) -> None:
-    """Delete a dead writer's staging directory. If it is complete and the target is missing, publish it instead."""
-    if finish_replacement(parent, leftover):
-        return
-    logger.info("removing %s/%s, left by a dead process", parent.url, leftover.path)
-    trash = drop(parent, leftover.path) if leftover.kind == "tmp" else leftover.path
-    if trash is not None:
-        parent.delete_tree(trash)
-    if leftover.kind == "tmp":
-        parent.delete([owner_path(leftover.path)])
-
-
-def finish_replacement(parent: LocalStore, leftover: Leftover) -> bool:
-    """Publish the staging directory of a writer that died after it had moved the old target away.
-
-    Returns False if there is no such replacement.
-    """
-    writer = read_owner(parent, owner_path(leftover.path)) if leftover.kind == "tmp" else None
-    name = writer.replaces if writer is not None else ""
-    if not name or "/" in name or staging_name(name, leftover.nonce) != leftover.path or parent.info(name) is not None:
-        return False
-    logger.warning("finishing the replacement of %s/%s: the process that began it died", parent.url, name)
-    publish(parent, leftover.path, name)
-    parent.delete([owner_path(leftover.path)])
-    return True
 
 
 # --- staging a whole directory or a single file, for convert and reshard
@@ -319,43 +295,10 @@ def check_writable(store: LocalStore) -> None:
         raise PermissionError(f"{place} is not writable: permission denied, or mounted read-only")
 
 
-def _replace_in_two_steps(parent: LocalStore, nonce: str, name: str) -> None:
-    """Replace `name` with two renames, for file systems without an atomic swap (NFS).
-
-    Between the renames, `name` does not exist. If the process is killed at this moment, the owner file tells the next
-    writer to publish the staging directory (`finish_replacement`). After an error, the old content is moved back.
-    """
-    staging, old_nonce = staging_name(name, nonce), new_nonce()
-    old = staging_name(name, old_nonce)
-    _state(parent, name, old_nonce)
-    _state(parent, name, nonce, replaces=name)  # this write is not atomic, but the old content is still in place
-    try:
-        with contextlib.suppress(FileNotFoundError):
-            parent.rename(name, old)
-        parent.sync_directory()
-        publish(parent, staging, name)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            if parent.info(old) is not None:
-                parent.rename(old, name)
-            parent.delete([owner_path(old)])
-        raise
-    _state(parent, name, nonce)
-    with contextlib.suppress(FileNotFoundError):
-        parent.rename(old, staging)
-    parent.delete([owner_path(old)])
-
-
-def _state(parent: LocalStore, name: str, nonce: str, *, replaces: str = "") -> None:
-    """Rewrite the owner file of a staging directory. See `Writer` for `replaces`."""
-    body = json.dumps({"nonce": nonce, "whole": replaces, **owner_json(parent)})
-    Path(parent.path_of(owner_path(staging_name(name, nonce)))).write_text(body)
-
-
 def _put_in_place(parent: LocalStore, nonce: str, name: str, *, file: str = "", overwrite: bool) -> str:
     """Publish a synced staging directory, or only its `file`, as `name`.
 
-    If `name` had content before, this old content gets the staging name. Returns its path, or "" if it is gone.
+    Returns the path of the old content of `name`, or "" if there was none, or if it is gone.
     """
     staging, found = staging_name(name, nonce), parent.info(name)
     if found is not None and found.kind == "directory":
@@ -366,12 +309,22 @@ def _put_in_place(parent: LocalStore, nonce: str, name: str, *, file: str = "", 
     if found is not None and overwrite:
         if exchange(parent, source, name):
             return source
-        if not file:
-            _replace_in_two_steps(parent, nonce, name)
-            return staging if parent.info(staging) is not None else ""
-        os.replace(parent.path_of(source), parent.path_of(name))
-        parent.sync_directory()
-        return ""
+        if file:
+            os.replace(parent.path_of(source), parent.path_of(name))
+            parent.sync_directory()
+            return ""
+        # Without an atomic swap (NFS), `name` does not exist between two renames. If the process is killed then, the
+        # old content stays under the other name.
+        aside = f"{name}.replaced-{nonce}"
+        parent.rename(name, aside)
+        try:
+            parent.sync_directory()
+            publish(parent, staging, name)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                parent.rename(aside, name)
+            raise
+        return aside
     try:
         publish(parent, source, name)
         return ""

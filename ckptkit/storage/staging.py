@@ -92,14 +92,11 @@ class Writer:
 
     Attributes:
         leased: Whether the writer held the lease of the run. If another process now holds it, the writer is dead.
-        replaces: The name that the staging directory, which is complete, is about to get in place of an existing
-            checkpoint or export. "" in all other cases.
     """
 
     nonce: str
     owner: Owner
     leased: bool
-    replaces: str = ""
 
 
 def write_owner(store: Store, path: str, nonce: str, *, leased: bool = False) -> None:
@@ -129,7 +126,7 @@ def read_owner(store: Store, path: str) -> Writer | None:
     owner = owner_in(store, body)
     if owner is None or not isinstance(body.get("nonce"), str):
         return None
-    return Writer(body["nonce"], owner, body.get("leased") is True, str(body.get("whole") or ""))
+    return Writer(body["nonce"], owner, body.get("leased") is True)
 
 
 def is_abandoned(parent: Store, leftover: Leftover, *, leased: bool = False) -> bool | None:

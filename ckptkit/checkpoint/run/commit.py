@@ -55,7 +55,7 @@ from ckptkit.formats.own.record import (
     record_path,
 )
 from ckptkit.log import warn_once
-from ckptkit.storage import publish, staging
+from ckptkit.storage import staging
 from ckptkit.storage.listing import snapshot
 from ckptkit.storage.local import UNFINISHED, is_directory
 from ckptkit.storage.lock import Lease, acquire_lease, store_clock
@@ -158,8 +158,6 @@ def _remove(root: Store, path: str) -> list[str]:
     is_attempt = kept is None and _OF_A_SAVE.match(f"{path}/") and not is_directory(root)
     if not is_attempt and (kept is None or kept.kind == "owner"):
         root.delete([path])
-        return []
-    if is_directory(root) and kept is not None and publish.finish_replacement(root, kept):
         return []
     logger.info("removing %s/%s, left by a dead process", root.url, path)
     gone = [record for record in deleted_records(root, name) if record.data == folder] if is_attempt else []
