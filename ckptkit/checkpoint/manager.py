@@ -80,19 +80,12 @@ class SignalWatch:
             before(number, frame)
 
     def agreed(self) -> bool:
-        """Return True once any rank has received a signal. All ranks must call it, and get the same result.
-
-        The result stays True until `clear`.
-        """
+        """Return True once any rank has received a signal. All ranks must call it, and get the same result."""
         seen = self.coordinator.any(self.received is not None)
         if seen:
             received = "a signal" if self.received is None else signal.strsignal(self.received)
             _log.info("received %s: saving", received or f"signal {self.received}")  # real-time signals have no name
         return seen
-
-    def clear(self) -> None:
-        """Forget the received signal. Call this method after you have handled the signal."""
-        self.received = None
 
     def close(self) -> None:
         """Restore the previous handlers."""

@@ -222,11 +222,11 @@ def _beat(reference: weakref.ref[Lease], stop: threading.Event, seconds: float) 
 
 
 @patient()
-def acquire_lease(root: Store, *, patience_s: float | None = None, look: Callable[[], Store] | None = None) -> Lease:
+def acquire_lease(root: Store, *, look: Callable[[], Store] | None = None) -> Lease:
     """Take the lease of `root`, and return it.
 
     If it is free, or its owner is known to be dead, the call does not wait. If the owner is on another machine, the
-    call waits up to `patience_s` (default 45 s) for a heartbeat.
+    call waits up to TTL_S for a heartbeat.
 
     Args:
         look: A function that returns a new snapshot of `root`. A caller that passes it must call `try_conditional` and
@@ -240,7 +240,7 @@ def acquire_lease(root: Store, *, patience_s: float | None = None, look: Callabl
         view = snapshot(root, STATE_DIRECTORY) if look is None else look()
         newest = _newest(view)
         if newest is not None and not newest.released:
-            _refuse_if_alive(root, newest, TTL_S if patience_s is None else patience_s)
+            _refuse_if_alive(root, newest)
         # A power cut can damage a lease's file. Its content is ignored, but its generation counts as taken.
         generation = max((generation for generation, _ in _generations(view)), default=0)
         if generation > (newest.generation if newest else 0) and _newest(root) != newest:
@@ -317,12 +317,12 @@ def open_attempts(root: Store) -> Attempts:
     return Attempts(frozenset(newest.attempts), None if newest.released else newest.owner)
 
 
-def _refuse_if_alive(root: Store, state: _State, patience_s: float) -> None:
+def _refuse_if_alive(root: Store, state: _State) -> None:
     owner, alive = state.owner, state.owner.alive()
     if owner == this_process():
         alive = state.nonce in _held_leases  # if not, an earlier manager in this process left the lease
     if alive is None:
-        alive = _has_heartbeat(root, state, patience_s)
+        alive = _has_heartbeat(root, state)
     if alive:
         where = " (this process: another manager has it open; close that one)" if owner == this_process() else ""
         raise LeaseHeldError(
@@ -333,14 +333,14 @@ def _refuse_if_alive(root: Store, state: _State, patience_s: float) -> None:
     logger.info("%s: took over from %s, which %s", root.url, owner, why)
 
 
-def _has_heartbeat(root: Store, state: _State, patience_s: float) -> bool:
-    """Wait up to `patience_s` for an owner on another machine to renew its lease. Return whether it does so."""
-    found = root.info(state.path)
+def _has_heartbeat(root: Store, state: _State) -> bool:
+    """Wait up to TTL_S for an owner on another machine to renew its lease. Return whether it does so."""
+    found, patience_s = root.info(state.path), TTL_S
     if found is not None and found.mtime:
         age = store_clock(root) - found.mtime
         if age > TTL_S:
             return False
-        patience_s = min(patience_s, TTL_S - max(0.0, age))
+        patience_s -= max(0.0, age)
     deadline = time.monotonic() + patience_s
     while time.monotonic() < deadline:
         time.sleep(_POLL_S)

@@ -17,7 +17,6 @@ from ckptkit.checkpoint.run.attempt import RemotePlace
 from ckptkit.checkpoint.run.commit import begin_save, clean_leftovers
 from ckptkit.checkpoint.run.delete import delete_checkpoint, rotate
 from ckptkit.checkpoint.run.inventory import list_checkpoints, resolve
-from ckptkit.checkpoint.run.pins import pin_while_reading
 from ckptkit.errors import CheckpointExistsError, LeaseHeldError, RankFailedError, SaveError
 from ckptkit.formats.own.record import CommitRecord
 from ckptkit.offline.verify import verify
@@ -221,13 +220,6 @@ def test_a_cleanup_keeps_files_that_no_save_writes(root, s3, caplog):
     assert set(theirs) <= set(keys(root))
 
 
-def test_a_reader_pins_on_an_object_store_too(root):
-    save(root, 1)
-    with pin_while_reading(root, "step_00000001"):
-        assert delete_checkpoint(root, "step_00000001", reason="test") is False
-    assert delete_checkpoint(root, "step_00000001", reason="test") and keys(root) == ["latest"]
-
-
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [
@@ -283,13 +275,6 @@ def test_two_writers_without_conditional_puts_only_one_commits(root, monkeypatch
     with pytest.raises(LeaseHeldError, match="is now being written by"):
         save(root, 3, before=lambda store: take_over(root, 1))
     assert keys(root) == []
-
-
-def test_a_foreign_object_called_latest_is_never_overwritten(root, lease):
-    root.write("latest", b"my notes")
-    for step in (1, 2):
-        save(root, step, lease=lease)
-    assert root.read("latest") == b"my notes" and check(root) == [1, 2]
 
 
 def test_a_step_saved_under_the_same_lease_is_refused_before_anything_is_sent(root, lease):

@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from ckptkit.checkpoint.run.inventory import list_checkpoints
 from ckptkit.errors import CheckpointExistsError, CorruptCheckpointError
 from tests.offline.test_reading import while_copying
-from tests.remote.runs import ONE, TWO, Place, on, state_of
+from tests.remote.runs import ONE, TWO, Place, on
 from tests.storage.proxy import Proxy, Reply
 
 pytestmark = on("versioned")
@@ -48,16 +47,6 @@ def test_a_deleted_name_is_free_and_an_existing_one_is_not(near):
         near.save(2)
     assert set(near.steps()) == {1, 2}
     assert (near / "step_00000001").verify().ok
-
-
-def test_a_versioned_bucket_returns_the_newer_of_an_overwritten_checkpoint(near):
-    near.save(1)
-    with near.manager() as manager:
-        manager.save(1, state_of(1), overwrite=True)
-    near.loads(1)
-    (only,) = list_checkpoints(near.store).committed
-    below = [name.split("/") for name in near.names() if name.startswith("step_")]
-    assert {parts[1] for parts in below if len(parts) > 2} == {only.record.data}
 
 
 def put_raw(place: Place, key: str, body: bytes = b"") -> Callable[[], object]:

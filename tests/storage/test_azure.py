@@ -67,19 +67,6 @@ class TestAzure(StoreTests):
         upload.complete()
         assert store.read("x") == b"onetwo"
 
-    def test_an_upload_that_the_client_completed_twice_by_itself_succeeds(self, store):
-        upload = store._api.upload(store._full("x"))
-        upload.part(1, Content.of(b"one"), last=True)
-        call = store._api.call
-
-        def twice(name: str, request: Any) -> Any:  # as after a lost answer
-            call(name, request)
-            return call(name, request)
-
-        store._api.call = twice
-        upload.complete()
-        assert store.read("x") == b"one"
-
     def test_an_upload_that_lost_its_blocks_is_an_error(self, store):
         first, second = store._api.upload(store._full("x")), store._api.upload(store._full("x"))
         first.part(1, Content.of(b"one"), last=True)

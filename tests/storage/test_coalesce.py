@@ -129,17 +129,6 @@ def test_random_access_does_not_read_much_more_than_needed(store):
     assert sum(store.requests) <= 8192 + 9 * 4 * 2000 + 2 * 1024
 
 
-def test_small_reads_far_apart_in_order_use_blocks(store, monkeypatch):
-    """A read of a few bytes costs a call, so reading the bytes between such reads is no waste."""
-    monkeypatch.setattr(coalesce, "_CALL", 64)
-    reader = BlockReader(store)
-    for _ in range(3):
-        for path in FILES:
-            for start in range(0, 50_000, 400):
-                read(reader, path, start, 4)
-    assert len(store.requests) <= 3 * 3 * (50_000 // 1024 + 1)
-
-
 def test_a_range_past_the_end_reports_a_short_file(store):
     reader = BlockReader(store)
     for start in (49_990, 60_000):

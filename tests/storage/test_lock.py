@@ -84,13 +84,14 @@ def test_a_heartbeat_of_another_machine_keeps_its_lease_whatever_our_clock_says(
     monkeypatch.setattr(module.time, "time", lambda: real() + skew)
     monkeypatch.setattr(module.time, "sleep", lambda seconds: put(root, ELSEWHERE, beat=7))
     with pytest.raises(LeaseHeldError, match="process 1 on other-host"):
-        acquire_lease(root, patience_s=5)
+        acquire_lease(root)
 
 
 def test_another_machine_without_a_heartbeat_loses_its_lease(root, monkeypatch):
     put(root, ELSEWHERE)
     monkeypatch.setattr(module, "_POLL_S", 0.05)
-    acquire_lease(root, patience_s=0.3).release()
+    monkeypatch.setattr(module, "TTL_S", 0.3)
+    acquire_lease(root).release()
 
 
 def test_the_store_clock_survives_a_concurrent_cleanup(root, monkeypatch):

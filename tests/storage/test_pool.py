@@ -26,11 +26,3 @@ def test_ctrl_c_ends_a_wait_also_if_another_thread_receives_the_signal():
             result_of(future)
         ended.set()
     assert time.monotonic() - started < 50
-
-
-def test_the_error_of_a_function_is_raised():
-    def fail() -> None:
-        raise TimeoutError("of its own")
-
-    with WorkerPool(1) as pool, pytest.raises(TimeoutError, match="of its own"):
-        result_of(pool.submit(fail))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import gc
 import itertools
@@ -13,7 +12,6 @@ import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -28,7 +26,6 @@ from tests.storage.proxy import (
     always,
     every_third,
     first,
-    first_of_each,
     is_end,
     is_part,
     nth,
@@ -71,26 +68,12 @@ def test_any_request_of_an_upload_may_fail(store, proxy):
         assert store.read(f"x{turn}") == data
 
 
-def test_permanent_failures_are_not_retried(store, proxy):
-    proxy.clear()
-    with pytest.raises(FileNotFoundError):
-        store.read("nothing")
-    assert proxy.count == 1
-
-
 def test_a_server_that_keeps_failing_is_one_error_in_bounded_time(store, proxy, impatient):
     proxy.clear()
     proxy.rule = always("503")
     with pytest.raises(StorageError, match="CKPTKIT_STORAGE_TIMEOUT"):
         store.read("x")
     assert 2 <= proxy.count <= 4  # the retries of s3fs and botocore do not multiply ours
-
-
-def test_a_successful_retry_is_not_a_warning(store, proxy, caplog):
-    proxy.rule = first_of_each("503")
-    store.write("x", b"1")
-    assert store.read("x") == b"1"
-    assert [record for record in caplog.records if store.url in record.getMessage()] == []
 
 
 _counter = itertools.count(50 << 20)
@@ -166,13 +149,6 @@ def test_a_lost_upload_is_an_error_and_leaves_nothing(store, proxy, lost, answer
         out.write(bytes(3 * PART))
     proxy.rule = PASS
     assert store.list() == [] and store.unfinished_uploads() == []
-
-
-def test_a_failed_upload_leaves_no_object_and_no_parts(store):
-    with pytest.raises(RuntimeError), store.writer("big") as out:
-        out.write(bytes(3 * PART))
-        raise RuntimeError("on purpose")
-    assert store.list(recursive=True) == [] and store.unfinished_uploads() == []
 
 
 def test_unfinished_uploads_are_found_and_aborted(store):
@@ -265,18 +241,6 @@ def test_a_store_does_not_cross_a_fork_and_a_fork_leaves_its_connections_alone(p
         assert proxy.kinds()["GET"] == 5  # three reads of the parent and two of its children: none was repeated
 
 
-def test_many_threads_share_a_store(store):
-    def work(i: int) -> None:
-        with contextlib.suppress(KeyError), store.writer(f"f{i}") as out:
-            out.write(bytes([i]) * 1000)
-            if i % 3 == 0:
-                raise KeyError(i)
-
-    with ThreadPoolExecutor(12) as pool:
-        list(pool.map(work, range(12)))
-    assert [item.path for item in store.list()] == sorted(f"f{i}" for i in range(12) if i % 3)
-
-
 @pytest.mark.parametrize(
     ("call", "said"),
     [
@@ -309,13 +273,6 @@ def test_missing_conditional_writes_are_detected_and_warned_about_once(tmp_path,
             root.write("a", b"2")
         assert len([record for record in caplog.records if "conditional" in record.message]) == 1
         assert [item.path for item in root.list(recursive=True)] == ["a", "d/b"]
-
-
-def test_conditional_writes_are_detected_without_a_warning(store, caplog):
-    store.write("a", b"1")
-    store.try_conditional("a", b"1")
-    assert store.has_conditional_writes is True
-    assert not [record for record in caplog.records if record.name.startswith("ckptkit")]
 
 
 def test_an_outage_during_detection_does_not_mean_missing_conditional_writes(store, proxy, impatient):
@@ -353,15 +310,3 @@ def test_an_interrupted_read_releases_the_callers_memory(store, proxy, monkeypat
     go.set()
     for _ in range(30):  # what would still come has time to
         assert store.read("x") == b"1" * 1000 and view == bytes(1000)
-
-
-def test_lent_memory_is_sent_in_larger_requests_than_copied_memory(store, proxy):
-    data = memoryview(bytes(4 * PART))
-    proxy.clear()
-    with store.writer("lent") as out:
-        out.lend(data, 0, len(data), owner=data)
-    assert proxy.count == 1
-    proxy.clear()
-    with store.writer("copied") as out:
-        out.write(data)
-    assert proxy.kinds()["PUT partNumber"] == 4

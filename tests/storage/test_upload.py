@@ -75,14 +75,6 @@ def test_parts_are_equal_and_buffer_little(lent, part):
     assert b"".join(api.parts[number] for number in sorted(api.parts)) == data
 
 
-def test_a_small_object_is_one_request():
-    writer, api = _writer()
-    data = os.urandom(UPLOAD_BYTES)
-    writer.write(data)
-    content = writer.finish()
-    assert isinstance(content, Content) and content.joined() == data and not api.parts
-
-
 @pytest.mark.parametrize(("mib", "parts"), [(217, 3), (512, 5), (1024, 8), (1700, 8), (4096, 19)])
 def test_lent_memory_is_sent_in_few_large_parts(mib, parts):
     writer, api = _writer()
