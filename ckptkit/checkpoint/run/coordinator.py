@@ -22,10 +22,7 @@ T = TypeVar("T")
 _GRACE_S = 10.0
 _BOARD_S = 5.0  # how long to wait for the outcome that rank 0 writes to the group's store if connections break
 _STOPS = (KeyboardInterrupt, SystemExit)
-_HEAD = 2  # header words: the number of the call, and the message's length in bytes
-_WORDS = 256  # words in the first part of a message, including the header; most messages fit in it
-_INLINE = 8 * (_WORDS - _HEAD)
-_TAGS = (0, 1)  # gloo tags that distinguish the first part of a message from the rest
+_TAGS = (0, 1)  # gloo tags of a message's header (the number of the call, and the length in bytes) and of the rest
 _TIMEOUT = "Timed out waiting"  # how gloo's timeout message begins
 _MAX_NAMED = 4  # an error shows at most this many ranks' messages, and at most this many ranks per message
 
@@ -310,7 +307,7 @@ class Coordinator:
         import torch
         import torch.distributed as dist
 
-        header = torch.full((_WORDS,), -1, dtype=torch.int64)
+        header = torch.full((2,), -1, dtype=torch.int64)
         try:
             work = dist.irecv(header, self._ranks[rank], group=self.group, tag=_TAGS[0])
         except RuntimeError as error:
@@ -327,34 +324,26 @@ class Coordinator:
         import torch
         import torch.distributed as dist
 
-        step, nbytes = header[:_HEAD].tolist()
+        step, nbytes = header.tolist()
         if step != self._step:
             raise RuntimeError(f"rank {rank} is at call {step}, rank {self.rank} at call {self._step}")
-        start = header.numpy()[_HEAD:].tobytes()[:nbytes]
-        if nbytes == len(start):
-            return pickle.loads(start)  # safe: a rank of this job sent it over this group's connection
-        body = torch.empty(nbytes - len(start), dtype=torch.uint8)
+        body = torch.empty(nbytes, dtype=torch.uint8)
         work = dist.irecv(body, self._ranks[rank], group=self.group, tag=_TAGS[1])
         self._kept.append((body, work))
         self._wait(work, seconds)
-        return pickle.loads(start + body.numpy().tobytes())
+        return pickle.loads(body.numpy().tobytes())  # safe: a rank of this job sent it over this group's connection
 
     def _post(self, value: Any, ranks: list[int]) -> tuple[list[Any], bool]:
         """Start to send `value` to `ranks`. Return the `Work`s to wait for, and whether all ranks are connected."""
-        import numpy as np
         import torch
         import torch.distributed as dist
 
         data = bytearray(pickle.dumps(value))
-        head = np.zeros(_WORDS, dtype=np.int64)
-        head[:_HEAD] = self._step, len(data)
-        head.view(np.uint8)[8 * _HEAD :][: len(data)] = np.frombuffer(data, dtype=np.uint8)[:_INLINE]
-        header = torch.from_numpy(head)
-        body = torch.from_numpy(np.frombuffer(data, dtype=np.uint8)[_INLINE:])
+        header, body = torch.tensor([self._step, len(data)]), torch.frombuffer(data, dtype=torch.uint8)
         works: list[Any] = []
         reached = True
         for rank in ranks:
-            for tensor, tag in zip((header, body) if body.numel() else (header,), _TAGS, strict=False):
+            for tensor, tag in zip((header, body), _TAGS, strict=True):
                 try:
                     works.append(dist.isend(tensor, self._ranks[rank], group=self.group, tag=tag))
                 except RuntimeError:
