@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckptkit.digests import hex_digest_of
+from ckptkit.storage.owner import read_json
 from ckptkit.storage.pool import WorkerPool
 from ckptkit.storage.store import FileInfo, Store
 
@@ -98,10 +99,7 @@ def read_ledger(store: Store, items: Mapping[str, FileInfo]) -> dict[str, Finish
     """Return the records of unchanged objects, by path. `items` is a listing of `store`, keyed by path."""
 
     def read(path: str) -> Finished | None:
-        try:
-            return Finished.from_json(json.loads(store.read(path, 0, 64 << 10)))
-        except (FileNotFoundError, ValueError, RecursionError):
-            return None
+        return Finished.from_json(read_json(store, path, 64 << 10))
 
     with WorkerPool(8, thread_name_prefix="ckptkit-ledger") as pool:
         found = pool.map(read, [path for path in items if path.startswith(f"{FOLDER}/")])

@@ -18,7 +18,7 @@ from typing import Any
 from ckptkit.errors import LeaseHeldError, SaveError, StorageError, UnsafePathError
 from ckptkit.storage.listing import snapshot
 from ckptkit.storage.local import is_directory
-from ckptkit.storage.owner import Owner, owner_in, owner_json, this_process
+from ckptkit.storage.owner import Owner, owner_in, owner_json, read_json, this_process
 from ckptkit.storage.pool import start_or_do_without
 from ckptkit.storage.retry import BRIEF_S, Patience, patient, timeout_s
 from ckptkit.storage.staging import new_nonce
@@ -366,13 +366,12 @@ def store_clock(root: Store) -> float:
 
 def _newest(root: Store) -> _State | None:
     for generation, path in sorted(_generations(root), reverse=True):
-        with contextlib.suppress(FileNotFoundError, ValueError, RecursionError):
-            body: Any = json.loads(root.read(path, 0, 4096))
-            owner = owner_in(root, body)
-            if owner is not None and isinstance(body.get("nonce"), str) and type(body.get("beat")) is int:
-                listed = body.get("attempts")
-                attempts = tuple(str(name) for name in listed) if isinstance(listed, list) else ()
-                return _State(generation, body["nonce"], owner, body["beat"], body.get("released") is True, attempts)
+        body = read_json(root, path)
+        owner = owner_in(root, body)
+        if owner is not None and isinstance(body.get("nonce"), str) and type(body.get("beat")) is int:
+            listed = body.get("attempts")
+            attempts = tuple(str(name) for name in listed) if isinstance(listed, list) else ()
+            return _State(generation, body["nonce"], owner, body["beat"], body.get("released") is True, attempts)
     return None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -34,16 +35,6 @@ class Owner:
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}"
 
-    @classmethod
-    def from_json(cls, body: Any) -> Owner | None:
-        """Return the owner that `body` describes, or None if `body` is damaged. Never raises."""
-        if not isinstance(body, Mapping):
-            return None
-        host, pid, started, machine = (body.get(name) for name in ("host", "pid", "started", "machine"))
-        if not (isinstance(host, str) and type(pid) is int and isinstance(started, str) and isinstance(machine, str)):
-            return None
-        return cls(host[:256], pid, started, machine)
-
     def alive(self) -> bool | None:
         """Return whether the process is alive and writes to the directory from which this record was read.
 
@@ -56,6 +47,14 @@ class Owner:
         if self.copied is not False:
             return False if self.copied else None
         return _start_of(self.pid) == self.started
+
+
+def read_json(store: Store, path: str, nbytes: int = 4096) -> Any:
+    """Return the JSON in the first line of a file of at most `nbytes`. None if it is missing or damaged."""
+    try:
+        return json.loads(store.read(path, 0, nbytes).partition(b"\n")[0])
+    except (FileNotFoundError, ValueError, RecursionError):
+        return None
 
 
 def this_process() -> Owner:
@@ -72,9 +71,12 @@ def owner_json(store: Store, owner: Owner | None = None) -> dict[str, Any]:
 
 def owner_in(store: Store, body: Any) -> Owner | None:
     """Return the owner that `body`, read from `store`, describes. None if `body` is damaged."""
-    owner = Owner.from_json(body)
-    if owner is None:
+    if not isinstance(body, Mapping):
         return None
+    host, pid, started, machine = (body.get(name) for name in ("host", "pid", "started", "machine"))
+    if not (isinstance(host, str) and type(pid) is int and isinstance(started, str) and isinstance(machine, str)):
+        return None
+    owner = Owner(host[:256], pid, started, machine)
     written, here = body.get("place"), _place(store)
     if here is None or not isinstance(written, list) or len(written) != len(here):
         return owner

@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 from ckptkit.errors import CheckpointExistsError, RankFailedError, StorageError
 from ckptkit.storage.local import LocalStore, disk_errors
-from ckptkit.storage.owner import Owner, owner_in, owner_json, this_process
+from ckptkit.storage.owner import Owner, owner_in, owner_json, read_json, this_process
 from ckptkit.storage.store import Store
 
 STARTING_S = 60.0  # how long a writer may take between creating its owner file and filling it
@@ -119,10 +119,7 @@ def write_owner(store: Store, path: str, nonce: str, *, leased: bool = False) ->
 
 def read_owner(store: Store, path: str) -> Writer | None:
     """Return the content of an owner file, or None if the file is missing or damaged."""
-    try:
-        body = json.loads(store.read(path, 0, 4096).partition(b"\n")[0])  # a journal may follow
-    except (FileNotFoundError, ValueError, RecursionError):
-        return None
+    body = read_json(store, path)  # a journal may follow
     owner = owner_in(store, body)
     if owner is None or not isinstance(body.get("nonce"), str):
         return None

@@ -19,7 +19,7 @@ from ckptkit.storage.local import is_directory
 from ckptkit.storage.publish import drop
 from ckptkit.storage.retry import patient
 from ckptkit.storage.store import Store
-from ckptkit.units import format_size
+from ckptkit.units import first_few, format_size
 
 logger = logging.getLogger(__name__)
 
@@ -153,8 +153,8 @@ def delete_checkpoint(root: Store, name: str, *, reason: str, kept: list[str] | 
                 give_up(root, trash, name)
     logger.info("deleted %s/%s (%s): %s", root.url, name, format_size(record.total_bytes), reason)
     if unnamed:
-        shown = ", ".join(unnamed[:5]) + (f", ... ({len(unnamed)} in all)" if len(unnamed) > 5 else "")
-        logger.warning("kept files in %s/%s that its commit record does not name: %s", root.url, name, shown)
+        text = "kept files in %s/%s that its commit record does not name: %s"
+        logger.warning(text, root.url, name, first_few(unnamed))
         if kept is not None:
             kept += [f"{name}/{path}" for path in unnamed]
     return True

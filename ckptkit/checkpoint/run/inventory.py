@@ -34,6 +34,7 @@ from ckptkit.storage.pool import WorkerPool
 from ckptkit.storage.retry import is_outage, patient
 from ckptkit.storage.staging import is_abandoned, leftover_of, owner_path, read_owner
 from ckptkit.storage.store import FILE_SYSTEM_FOLDERS, Store
+from ckptkit.units import first_few
 
 _log = logging.getLogger(__name__)
 _NO_CHECKPOINTS = (STATE_DIRECTORY, *FILE_SYSTEM_FOLDERS)
@@ -231,8 +232,8 @@ def _look(root: Store, path: str) -> Committed | Skipped | str:
         gone = deleted_records(root, path)
         if gone:
             files = tuple(sorted({file for deleted in gone for file in unnamed_files(root, path, deleted)}))
-            shown = ", ".join(files[:3]) + (f", ... ({len(files)} files)" if len(files) > 3 else "")
-            reason = f"its checkpoint was deleted; kept files that its record did not name: {shown or 'none'}"
+            shown = first_few(files, _MAX_NAMED) or "none"
+            reason = f"its checkpoint was deleted; kept files that its record did not name: {shown}"
             return Skipped(path, reason, kept_files=files, deleted=True)
         if step_of_name(path) is None and not _is_of_a_save(root, path):
             return path

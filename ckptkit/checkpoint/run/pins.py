@@ -19,7 +19,7 @@ from ckptkit.storage.listing import snapshot
 from ckptkit.storage.local import is_directory
 from ckptkit.storage.lock import STATE_DIRECTORY, store_clock
 from ckptkit.storage.open import open_store
-from ckptkit.storage.owner import Owner, owner_in, owner_json
+from ckptkit.storage.owner import Owner, owner_in, owner_json, read_json
 from ckptkit.storage.retry import BRIEF_S, Patience, timeout_s
 from ckptkit.storage.staging import new_nonce
 from ckptkit.storage.store import FileInfo, Store
@@ -59,9 +59,7 @@ def list_pins(root: Store, *, clean: bool = False) -> list[Pin]:
     left: list[FileInfo] = []
     now: float | None = None
     for item in items:
-        body: Any = None
-        with contextlib.suppress(FileNotFoundError, ValueError, RecursionError):
-            body = json.loads(view.read(item.path, 0, 65536))
+        body = read_json(view, item.path, 65536)
         if not isinstance(body, dict) or not isinstance(body.get("name"), str):
             # The file name of a user's pin also contains the checkpoint's name, so a damaged pin still counts. It is
             # safer to keep too much.
@@ -192,10 +190,7 @@ def _announced(root: Store, name: str) -> bool:
     found = view.info(path)
     if found is None:
         return False
-    try:
-        owner = owner_in(root, json.loads(view.read(path, 0, 4096)))
-    except (FileNotFoundError, ValueError, RecursionError):
-        return False
+    owner = owner_in(root, read_json(view, path))
     alive = owner.alive() if owner else False
     return store_clock(root) - found.mtime < _STALE_S if alive is None else alive
 

@@ -14,6 +14,7 @@ from ckptkit.formats.replaceable import may_be_saved
 from ckptkit.log import warn_once
 from ckptkit.storage.local import LocalStore, is_directory
 from ckptkit.storage.store import Store
+from ckptkit.units import first_few
 
 logger = logging.getLogger(__name__)
 
@@ -52,10 +53,8 @@ def clear(root: Store, path: str) -> list[str]:
         root.end_uploads(root.unfinished_uploads(path))
     left = [item.path for item in listed if item.path not in ours]
     if left:
-        shown = ", ".join(left[:5]) + (f", ... ({len(left)} in all)" if len(left) > 5 else "")
-        warn_once(
-            logger, f"{root.url}/{path}", "was left by a dead save; it keeps these files, which others wrote: %s", shown
-        )
+        text = "was left by a dead save; it keeps these files, which others wrote: %s"
+        warn_once(logger, f"{root.url}/{path}", text, first_few(left))
     return left
 
 
