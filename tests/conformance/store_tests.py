@@ -109,8 +109,9 @@ class StoreTests:
         store.write("d/x", b"1")
         store.write("d/e/y", b"1")
         store.write("dd/z", b"1")
-        store.delete_tree("d")
-        store.delete_tree("nothing")
+        store.write("file", b"1")
+        for path in ("d", "file", "nothing"):
+            store.delete_tree(path)
         assert [f.path for f in store.list(recursive=True)] == ["dd/z"]
 
     def test_a_child_sees_the_same_files(self, store):
