@@ -14,17 +14,14 @@ from ckptkit.errors import (
     IncompleteCheckpointError,
     UnsafePathError,
     UnsafePickleError,
-    UnsupportedFormatError,
 )
 from ckptkit.formats.hf.shard_files import check_index, numbered_files, read_index
 from ckptkit.formats.hf.side_files import find_side_files, unread_state
 from ckptkit.formats.nested import entries_of, other_containers
 from ckptkit.formats.options import ReadOptions
-from ckptkit.formats.pickles.legacy import is_legacy, is_tar, read_legacy, read_tar
-from ckptkit.formats.pickles.objects import plain
+from ckptkit.formats.pickles.objects import plain, read_pickled
 from ckptkit.formats.pickles.tensors import is_tensor
-from ckptkit.formats.pickles.walk import Unknown, loads
-from ckptkit.formats.pickles.zip import read_archive
+from ckptkit.formats.pickles.walk import Unknown
 from ckptkit.formats.state_names import STEP_PATHS, STEPS
 from ckptkit.storage.store import Store
 
@@ -36,7 +33,6 @@ _OTHER_FILES = re.compile(r"optim|sched|scaler|rng|random|extra|criterion|sample
 TORCH_ENDINGS = (".pt", ".pth", ".ckpt", ".bin", ".pth.tar", ".th")  # endings of torch.save files
 TORCH_STARTS = (b"PK", b"\x80\x02")  # first bytes of a torch.save file: a zip archive, or a pickle
 _MAX_BIN = 16  # how many .bin files of a directory are looked into
-_HDF5 = b"\x89HDF\r\n\x1a\n"
 INDEX_SUFFIX = ".bin.index.json"
 # Megatron saves its arguments with the weights. These arguments say over how many ranks the model is split.
 _SPLITS = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
@@ -163,7 +159,7 @@ def read_torch_file(store: Store, path: str, *, allow_pickle: bool = False) -> A
     """
     unknown: Unknown = "record" if allow_pickle else "refuse"
     try:
-        return _read_any(store, path, unknown)
+        return read_pickled(store, path, file=path, unknown=unknown)
     except UnsafePickleError as error:
         if allow_pickle or "is not on the allow-list" not in str(error):
             raise
@@ -171,27 +167,6 @@ def read_torch_file(store: Store, path: str, *, allow_pickle: bool = False) -> A
             f"{error} --allow-pickle reads the tensors and leaves out the values of unknown classes; it runs no code "
             "either."
         ) from None
-
-
-def _read_any(store: Store, path: str, unknown: Unknown) -> Any:
-    head = store.read(path, 0, 512)
-    if head[:2] == b"PK":
-        return read_archive(store, path, unknown=unknown)
-    if is_legacy(head):
-        return read_legacy(store, path, unknown=unknown)
-    if is_tar(head):
-        return read_tar(store, path, unknown=unknown)
-    if head[:1] == b"\x80":
-        return loads(store.read(path), file=path, unknown=unknown)
-    if not head:
-        raise CorruptCheckpointError(f"{path} is empty (0 bytes). Was its write interrupted?")
-    if head.startswith(_HDF5):
-        raise UnsupportedFormatError(
-            f"{path} is an HDF5 file, as Keras writes. ckptkit does not read HDF5: load it in Keras, and save the "
-            "weights with torch.save or safetensors."
-        )
-    found = f"{len(head)} bytes" if len(head) < 8 else f"bytes {head[:8]!r}"
-    raise CorruptCheckpointError(f"{path}: it begins with {found}, unlike any file of torch.save. Is it truncated?")
 
 
 def _shards(store: Store, paths: Sequence[str], options: ReadOptions) -> dict[str, Any]:

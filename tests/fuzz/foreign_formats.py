@@ -21,7 +21,6 @@ from ckptkit.offline.inspect import summarise
 from ckptkit.offline.reshard import reshard
 from ckptkit.storage.local import LocalStore
 from tests.catalog.materialize import whole_target
-from tests.formats.pickles.test_legacy import old_tar, tar_of
 from tests.fuzz.mutations import json_text, mutate, mutate_tree, mutate_zip
 from tests.fuzz.running import Finding, Target, refused
 from tests.fuzz.torch_formats import ZOO
@@ -132,16 +131,6 @@ def _with_other_values(rng: random.Random, raw: bytes) -> bytes:
         return out.getvalue()
 
 
-def tar_files(rng: random.Random, folder: Path) -> None:
-    members, whole = old_tar(), rng.random() >= 0.6
-    if not whole:
-        name = rng.choice(sorted(members))
-        members[name] = mutate(rng, members[name])
-    data = tar_of(members)
-    (folder / "x.pt").write_bytes(mutate(rng, data) if whole else data)
-    _look(folder, "x.pt", str(folder))
-
-
 def key_maps(rng: random.Random, _: Path) -> None:
     rules = [
         {"op": "rename", "from": "layers.{i:d}.{x:*}", "to": "model.layers.{i}.{x}"},
@@ -176,7 +165,7 @@ def layouts(rng: random.Random, folder: Path) -> None:
 
 
 FOREIGN: dict[str, Target] = {
-    f.__name__: f for f in (safetensors_files, indexes, configs, rank_files, tar_files, key_maps, layouts)
+    f.__name__: f for f in (safetensors_files, indexes, configs, rank_files, key_maps, layouts)
 }
 
 

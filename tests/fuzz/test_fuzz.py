@@ -15,8 +15,7 @@ INPUTS = {
     "metadata_pickles": 150, "metadata_and_c": 150, "archives_and_c": 150, "torch_files": 150,
     "catalogs_of_files": 150, "dcp_directories": 30, "archives_of_items": 150,
     "commit_records": 120, "manifests": 120, "run_directories": 25, "local_files": 60,
-    "safetensors_files": 60, "indexes": 40, "configs": 40, "rank_files": 12, "tar_files": 50,
-    "key_maps": 200, "layouts": 60,
+    "safetensors_files": 60, "indexes": 40, "configs": 40, "rank_files": 12, "key_maps": 200, "layouts": 60,
 }  # fmt: skip
 PAST = [
     *(("archives_of_items", seed) for seed in (364, 565, 652, 2705, 6321)),

@@ -8,7 +8,6 @@ import os
 import pickle
 import shutil
 import struct
-import tarfile
 import warnings
 import zipfile
 from collections.abc import Callable, Mapping
@@ -19,7 +18,6 @@ from typing import Any
 import torch
 
 from tests.formats.damages import rezipped
-from tests.formats.pickles.test_legacy import old_tar, tar_of
 from tests.hostile import sources
 from tests.hostile.harness import Place
 from tests.hostile.records import edit_json
@@ -277,30 +275,6 @@ ZIPS: dict[str, Attack] = {
 }  # fmt: skip
 
 
-# --- tar archives
-
-
-GOOD_TAR = _bin(tar_of(old_tar()))
-
-
-def _member(which: str, **fields: Any) -> Attack:
-    """A good tar in which one member's header has other fields."""
-    return Attack(_bin(tar_of(old_tar(), {which: fields})), GOOD_TAR)
-
-
-TARS: dict[str, Attack] = {
-    "tar_symlink": _member("pickle", type=tarfile.SYMTYPE, linkname="/etc/passwd", size=0),
-    "tar_hardlink": _member("storages", type=tarfile.LNKTYPE, linkname="../../outside/secret.txt", size=0),
-    "tar_fifo": _member("tensors", type=tarfile.FIFOTYPE, size=0),
-    "tar_device": _member("storages", type=tarfile.CHRTYPE, size=0),
-    "tar_sparse": _member("storages", type=tarfile.GNUTYPE_SPARSE, size=0),
-    "tar_parent": _member("pickle", name="../../pickle"),
-    "tar_absolute": _member("pickle", name="/tmp/pickle"),
-    "tar_pax_size": _member("storages", pax_headers={"size": str(2**62)}),
-    "tar_pax_path": _member("tensors", pax_headers={"path": "../../../tensors"}),
-}
-
-
 # --- safetensors and indexes
 
 
@@ -453,4 +427,4 @@ RUNS: dict[str, Attack] = {
     "step_names": _run(lambda run, _: [(run / name).mkdir() for name in ("step_00000003 ", "step_\u0660\u0661", "STEP_00000004", "step_-1", "step_1e5", "step_" + "9" * 200)]),
 }  # fmt: skip
 
-ATTACKS: dict[str, Attack] = {**PICKLES, **ZIPS, **TARS, **HF, **RANKS, **RUNS}
+ATTACKS: dict[str, Attack] = {**PICKLES, **ZIPS, **HF, **RANKS, **RUNS}

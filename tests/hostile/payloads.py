@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from tests.formats.pickles.test_legacy import tar_of
 from tests.hostile import sources
 from tests.hostile.harness import Place
 from tests.hostile.records import edit_json, reseal
@@ -25,10 +24,6 @@ def _file(name: str, data: Callable[[Evil], bytes]) -> Build:
 
 def _beside_weights(evil: Evil) -> bytes:
     return saved({"state_dict": sources.weights(), "x": evil})
-
-
-def _tar(evil: Evil) -> bytes:
-    return tar_of(dict.fromkeys(("sys_info", "pickle", "storages", "tensors"), pickle.dumps(evil, protocol=2)))
 
 
 def _replaced(control: str, pattern: str, *, raw: bool = False) -> Build:
@@ -140,7 +135,6 @@ PAYLOADS: dict[str, Build] = {
     "zip_pt": _file("model.pt", _beside_weights),
     "zip_ckpt": _file("last.ckpt", _beside_weights),
     "legacy": _file("pytorch_model.bin", lambda evil: saved([evil], _use_new_zipfile_serialization=False)),
-    "tar": _file("pytorch_model.bin", _tar),
     "pickle": _file("model.pt", pickle.dumps),
     "lightning_hyper_parameters": changed("lightning", _added),
     "lightning_meta": _replaced("lightning_fsdp", "meta.pt"),

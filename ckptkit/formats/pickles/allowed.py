@@ -233,8 +233,6 @@ def _names() -> dict[tuple[str, str], Any]:
     """
     table: dict[tuple[str, str], Any] = {("torch", name): TorchDType(name) for name in (*DTYPES, *_OTHER_DTYPES)}
     table.update((("torch", name), name) for name in _LAYOUTS)
-    for name, dtype in _STORAGES.items():  # tensor classes in the tar format, torch < 0.2
-        table["torch", name.replace("Storage", "Tensor")] = StorageType(dtype)
     for home in ("torch", "torch.cuda", "torch.storage"):
         table.update(((home, name), StorageType(dtype)) for name, dtype in _STORAGES.items())
         table[home, "UntypedStorage"] = StorageType(None)

@@ -18,7 +18,7 @@ from ckptkit.errors import (
 )
 from ckptkit.formats.own.json import check_density
 from ckptkit.formats.pickles.inert import NDArray, Record, TorchDType, UnknownGlobal
-from ckptkit.formats.pickles.legacy import is_legacy, is_tar, read_legacy, read_tar
+from ckptkit.formats.pickles.legacy import is_legacy, read_legacy
 from ckptkit.formats.pickles.tensors import DTensorRecord, ShardedTensorRecord, Storage, StoredTensor
 from ckptkit.formats.pickles.values import MOMENTS, numpy_array, numpy_dtype, numpy_scalar
 from ckptkit.formats.pickles.walk import Unknown, guarded, loads
@@ -28,6 +28,7 @@ from ckptkit.storage.store import Store
 _MAX_OBJECT_BYTES = 4 << 30
 _MAX_JSON_BYTES = 256 << 20
 _MAX_DEPTH = 100
+_HDF5 = b"\x89HDF\r\n\x1a\n"
 _MAX_NODES = 4_000_000
 _NUMPY = frozenset(
     ("float64", "float32", "float16", "int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8",
@@ -117,16 +118,42 @@ def read_object(
         limit = _MAX_OBJECT_BYTES >> 30
         raise UnsupportedFormatError(f"{label}: an object of {nbytes} bytes; at most {limit} GiB are read.")
     unknown: Unknown = "record" if allow_pickle else "refuse"
-    head = store.read(entry.path, start, start + min(nbytes, 512))
-    if head[:2] == b"PK":
-        value = read_archive(store, entry.path, start, nbytes, unknown=unknown)
-    elif start == 0 and is_legacy(head):
-        value = read_legacy(store, entry.path, unknown=unknown)
-    elif start == 0 and is_tar(head):
-        value = read_tar(store, entry.path, unknown=unknown)
-    else:
-        value = loads(store.read(entry.path, start, start + nbytes), file=label, unknown=unknown)
+    value = read_pickled(store, entry.path, start, nbytes, file=label, unknown=unknown)
     return plain(value, file=label, read=read)
+
+
+def read_pickled(
+    store: Store, path: str, start: int = 0, nbytes: int | None = None, *, file: str, unknown: Unknown
+) -> Any:
+    """Return what torch.save or pickle wrote to bytes [start, start + nbytes) of a file, with records for tensors.
+
+    Args:
+        nbytes: By default, up to the end of the file.
+        file: Name for error messages.
+        unknown: See `walk.loads`.
+    """
+    stop = None if nbytes is None else start + nbytes
+    head = store.read(path, start, min(start + 512, start + 512 if stop is None else stop))
+    if head[:2] == b"PK":
+        return read_archive(store, path, start, nbytes, unknown=unknown)
+    if start == 0 and is_legacy(head):
+        return read_legacy(store, path, unknown=unknown)
+    if head[:1] == b"\x80":
+        return loads(store.read(path, start, stop), file=file, unknown=unknown)
+    if not head:
+        raise CorruptCheckpointError(f"{file} is empty (0 bytes). Was its write interrupted?")
+    if head.startswith(_HDF5):
+        raise UnsupportedFormatError(
+            f"{file} is an HDF5 file, as Keras writes. ckptkit does not read HDF5: load it in Keras, and save the "
+            "weights with torch.save or safetensors."
+        )
+    if head[257:262] == b"ustar":
+        raise UnsupportedFormatError(
+            f"{file} is a tar archive. ckptkit does not read those of torch 0.1: if you trust the file, load it with "
+            "torch.load(weights_only=False), and save it again."
+        )
+    found = f"{len(head)} bytes" if len(head) < 8 else f"bytes {head[:8]!r}"
+    raise CorruptCheckpointError(f"{file}: it begins with {found}, unlike any file of torch.save. Is it truncated?")
 
 
 def load_object_torch(store: Store, entry: ObjectEntry) -> Any:

@@ -16,7 +16,7 @@ from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.catalog.entry import Digest, TensorSlice, contiguous_strides
 from ckptkit.digests import CRC
 from ckptkit.errors import UnsupportedFormatError
-from ckptkit.formats.pickles.inert import Function, Record, StorageType, Stub, TorchDType
+from ckptkit.formats.pickles.inert import Function, Record, Stub, TorchDType
 
 _MAX_NDIM = 64
 _MAX_NUMEL = 1 << 62
@@ -319,9 +319,27 @@ class TensorRebuilder:
         return self._marked(self._stored(storage, dtype.name, offset, size, strides), meta)
 
     def _stored(self, storage: Any, dtype: str | None, offset: Any, size: Any, strides: Any) -> StoredTensor:
-        tensor = stored(storage, dtype, offset, size, strides, spare=self._spare)
-        self._spare -= max(0, tensor.numel * tensor.itemsize - storage.nbytes)
-        return tensor
+        """Return a tensor record, after checking that the tensor is within its storage.
+
+        With a stride of 0, a tensor repeats elements and is larger than its storage. All tensors together may exceed
+        their storages by `_MAX_EXPANDED` bytes.
+        """
+        if not isinstance(storage, Storage):
+            raise ValueError("a tensor's storage is not valid")
+        name = dtype or storage.dtype or "uint8"
+        itemsize = known_dtype(name).itemsize
+        shape, steps = _numbers(size), _numbers(strides)
+        if len(shape) != len(steps) or type(offset) is not int or offset < 0:
+            raise ValueError("a tensor's strides do not fit its shape")
+        nbytes = math.prod(shape) * itemsize
+        self._spare -= max(0, nbytes - storage.nbytes)
+        if self._spare < 0:
+            raise ValueError(
+                f"a tensor of shape {list(shape)} declares {nbytes} bytes, but its storage holds {storage.nbytes}"
+            )
+        if nbytes and (offset + _extent(shape, steps)) * itemsize > storage.nbytes:
+            raise ValueError(f"a tensor of shape {list(shape)} reaches past its storage of {storage.nbytes} bytes")
+        return StoredTensor(storage, name, shape, steps, offset)
 
     def _marked(self, tensor: StoredTensor, meta: Any) -> StoredTensor:
         marks = frozenset(mark for mark in ("conj", "neg") if isinstance(meta, dict) and meta.get(mark))
@@ -380,30 +398,6 @@ def known_dtype(name: str) -> DType:
         return dtype_of(name)
     except UnsupportedFormatError:
         raise UnsupportedFormatError(f"holds a tensor of dtype {name}, which can't be read without loss.") from None
-
-
-def stored(storage: Any, dtype: str | None, offset: Any, size: Any, strides: Any, *, spare: int = 0) -> StoredTensor:
-    """Return a tensor record, after checking that the tensor is within its storage.
-
-    Args:
-        spare: Number of bytes by which the tensor may be larger than its storage. With a stride of 0, a tensor repeats
-            elements and is larger than its storage.
-    """
-    if not isinstance(storage, Storage):
-        raise ValueError("a tensor's storage is not valid")
-    name = dtype or storage.dtype or "uint8"
-    itemsize = known_dtype(name).itemsize
-    shape, steps = _numbers(size), _numbers(strides)
-    if len(shape) != len(steps) or type(offset) is not int or offset < 0:
-        raise ValueError("a tensor's strides do not fit its shape")
-    numel = math.prod(shape)
-    if numel * itemsize > storage.nbytes + spare:
-        raise ValueError(
-            f"a tensor of shape {list(shape)} declares {numel * itemsize} bytes, but its storage holds {storage.nbytes}"
-        )
-    if numel and (offset + _extent(shape, steps)) * itemsize > storage.nbytes:
-        raise ValueError(f"a tensor of shape {list(shape)} reaches past its storage of {storage.nbytes} bytes")
-    return StoredTensor(storage, name, shape, steps, offset)
 
 
 def _parameter(data: Any, *_: Any) -> Any:
@@ -546,10 +540,3 @@ def _axes(layout: Record) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
 
 def _flat(value: Any) -> tuple[int, ...]:
     return _numbers((value,) if type(value) is int else value, 1 << 31)
-
-
-def read_storage_type(value: Any) -> str | None:
-    """Return the dtype of the storage class in a persistent id, or None if the class is untyped."""
-    if not isinstance(value, StorageType):
-        raise ValueError("a storage's type is not a storage class")
-    return value.dtype

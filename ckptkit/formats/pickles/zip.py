@@ -14,7 +14,8 @@ from typing import Any, cast
 
 from ckptkit.digests import crc32
 from ckptkit.errors import CorruptCheckpointError, UnsupportedFormatError
-from ckptkit.formats.pickles.tensors import Storage, TensorRebuilder, known_dtype, read_storage_type
+from ckptkit.formats.pickles.inert import StorageType
+from ckptkit.formats.pickles.tensors import Storage, TensorRebuilder, known_dtype
 from ckptkit.formats.pickles.walk import MAX_PICKLE_BYTES, Unknown, loads
 from ckptkit.storage.store import FileInfo, ReadInto, Store
 from ckptkit.units import first_few
@@ -270,7 +271,9 @@ def storage_of(identity: Any, find: Callable[[str], tuple[int, int | None]] | No
     _, kind, key, location, numel = identity
     if not isinstance(key, str) or not isinstance(location, str) or type(numel) is not int or numel < 0:
         raise ValueError("a persistent id is not a storage")
-    dtype = read_storage_type(kind)
+    if not isinstance(kind, StorageType):
+        raise ValueError("a storage's type is not a storage class")
+    dtype = kind.dtype
     wanted = numel * (1 if dtype is None else known_dtype(dtype).itemsize)
     nbytes, crc = (wanted, None) if find is None else find(key)
     if wanted > nbytes:
