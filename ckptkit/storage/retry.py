@@ -77,24 +77,16 @@ async def patiently(
 # --- advice for the user
 
 _ADVICE = (
-    (
-        ("ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "RequestExpired"),
-        ". The token has expired. Provide a new one with {given}",
-    ),
-    (
-        ("RequestTimeTooSkewed", "RequestInTheFuture"),
-        ". The clock of this machine differs from the store's clock: correct it",
-    ),
-    (
-        ("InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken", "InvalidClientTokenId", "401"),
-        ". Provide credentials that the store accepts with {given}",
-    ),
+    (("ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "RequestExpired"),
+     ". The token has expired. Provide a new one with {given}"),
+    (("RequestTimeTooSkewed", "RequestInTheFuture"),
+     ". The clock of this machine differs from the store's clock: correct it"),
+    (("InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken", "InvalidClientTokenId", "401"),
+     ". Provide credentials that the store accepts with {given}"),
     (("MethodNotAllowed", "405"), ". The server does not accept this request: is the endpoint the right one?"),
-    (
-        ("QuotaExceeded", "InsufficientStorage", "XMinioStorageFull", "507"),
-        ". The store is full or a quota is used up: free some space there (prune runs) or ask for more",
-    ),
-)
+    (("QuotaExceeded", "InsufficientStorage", "XMinioStorageFull", "507"),
+     ". The store is full or a quota is used up: free some space there (prune runs) or ask for more"),
+)  # fmt: skip
 _ELSEWHERE = (
     *("PermanentRedirect", "TemporaryRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraintException"),
     *("301", "302", "307", "308"),

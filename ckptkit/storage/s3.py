@@ -119,12 +119,8 @@ class S3Api(FsspecApi):
 
     def _list(self, bucket: str, key: str, **more: Any) -> Any:
         page = self._call("list_objects_v2", Bucket=bucket, Prefix=f"{key}/" if key else "", **more)
-        if "IsTruncated" not in page and "Name" not in page:  # a login page would look like an empty run
-            raise StorageError(
-                errno.EBADMSG,
-                f"s3://{bucket}: {self.fs.s3.meta.endpoint_url} did not answer with an S3 listing. Is there a proxy or "
-                "a login page in between? Try another endpoint: AWS_ENDPOINT_URL, --storage-option endpoint_url=...",
-            )
+        if "IsTruncated" not in page and "Name" not in page:  # it would look like an empty run
+            raise _not_s3(bucket, self.endpoint(), "something that is not a listing of S3")
         return page
 
     def exists(self, name: str) -> bool:
@@ -280,11 +276,15 @@ def _refuse_page(answer: Any, name: str, endpoint: str) -> None:
     headers = answer.get("ResponseMetadata", {}).get("HTTPHeaders", {}) if isinstance(answer, dict) else {}
     is_page = str(headers.get("content-type", "")).startswith("text/html")
     if is_page and "etag" not in headers and not any(header.startswith("x-amz") for header in headers):
-        raise StorageError(
-            errno.EBADMSG,
-            f"s3://{name}: {endpoint} answered with a web page (text/html). Is there a proxy or a login page in "
-            "between? Try another endpoint: AWS_ENDPOINT_URL, --storage-option endpoint_url=...",
-        )
+        raise _not_s3(name, endpoint, "a web page (text/html)")
+
+
+def _not_s3(name: str, endpoint: str, answer: str) -> StorageError:
+    return StorageError(
+        errno.EBADMSG,
+        f"s3://{name}: {endpoint} answered with {answer}. Is there a proxy or a login page in between? Try another "
+        "endpoint: AWS_ENDPOINT_URL, --storage-option endpoint_url=...",
+    )
 
 
 class _Download:

@@ -34,7 +34,7 @@ def test_an_html_page_instead_of_a_listing_is_not_an_empty_run(proxy, far, near)
     near.save(1)
     proxy.rule = always(Answer(200, text=PAGE))
     for call in (far.loads, far.loads, far.save):
-        with pytest.raises(StorageError, match="did not answer with an S3 listing"):
+        with pytest.raises(StorageError, match="something that is not a listing of S3"):
             call(2)
 
 

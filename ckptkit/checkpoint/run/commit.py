@@ -43,7 +43,6 @@ from ckptkit.errors import (
     LeaseHeldError,
     NoSpaceError,
     SaveError,
-    UsageError,
     command_line,
 )
 from ckptkit.formats.own.record import (
@@ -209,8 +208,6 @@ def begin_save(
     what = f"starting to save step {step!r:.40}"
     try:
         checkpoint_name(step, tag)
-        if planned_bytes is not None and planned_bytes < 0:
-            raise UsageError(f"planned_bytes is {planned_bytes}, expected 0 or more.")
         outcome = Outcome((step, tag, overwrite, planned_bytes))
     except BaseException as error:  # noqa: BLE001  the boundary of a rank: `settle` raises it
         outcome = Outcome.of_error(error)
@@ -398,8 +395,8 @@ class SaveAttempt:
         files: Mapping[str, FileRecord],
         record_fields: Mapping[str, Any],
         *,
-        payload: Any = None,
-        complete: Callable[[list[Any]], Mapping[str, FileRecord]] | None = None,
+        payload: Any,
+        complete: Callable[[list[Any]], Mapping[str, FileRecord]],
     ) -> CommitRecord:
         """Publish the checkpoint once every rank has written its files, and return the record. All ranks must call it.
 
@@ -441,7 +438,7 @@ class SaveAttempt:
     def _publish(
         self,
         record_fields: Mapping[str, Any],
-        complete: Callable[[list[Any]], Mapping[str, FileRecord]] | None,
+        complete: Callable[[list[Any]], Mapping[str, FileRecord]],
         reports: list[tuple[dict[str, FileRecord], Any]],
     ) -> CommitRecord:
         """Commit the checkpoint. Runs on rank 0, and returns the record without its file list."""
@@ -460,10 +457,9 @@ class SaveAttempt:
         started, looking = time.monotonic(), self.root.asking_costs and not lease.is_surely_ours()
         with WorkerPool(1, thread_name_prefix="ckptkit-look") as pool:
             look = pool.submit(lease.check) if looking else None
-            if complete is not None:
-                # `complete` may also return other ranks' files, which those ranks have already checked.
-                found = complete([payload for _, payload in reports])
-                own |= {path: item for path, item in found.items() if path not in of_ranks}
+            # `complete` may also return other ranks' files, which those ranks have already checked.
+            found = complete([payload for _, payload in reports])
+            own |= {path: item for path, item in found.items() if path not in of_ranks}
             place.sync(path for path in own if path not in files)
             files |= own
             # 5. Invariant: the files that the record will name exist and are complete, and there are no other files.

@@ -246,6 +246,7 @@ def test_a_file_that_two_ranks_claim_fails_the_save(tmp_path):
         attempt.store.write("__0_0.distcp", b"1")
     coordinator.all_gather(None)
     with pytest.raises(SaveError, match=r"both wrote __0_0\.distcp"):
-        attempt.commit({"__0_0.distcp": FileRecord(1, "0" * 16)}, {"state_dict_type": "sharded"})
+        files = {"__0_0.distcp": FileRecord(1, "0" * 16)}
+        attempt.commit(files, {"state_dict_type": "sharded"}, payload=None, complete=lambda _: {})
     coordinator.all_gather(None)  # rank 0 has removed its files
     assert leftovers(tmp_path) == []
