@@ -21,8 +21,6 @@ from tests.hostile.harness import Place
 from tests.hostile.records import edit_json, edit_record, reseal
 from tests.hostile.sources import Build, changed, changed_metadata, changed_steps, header, saved, written
 
-_ZERO = b"\x80\x02"
-
 
 def _compressed_zip() -> bytes:
     data = saved(sources.weights())
@@ -183,22 +181,11 @@ BOMBS: dict[str, Build] = {
     "dcp_same_place": _chunks(2000, rows=1),
     "dcp_quadratic": _staircase(4000),
     "zstd_window": changed("zstd", _zstd),
-    "header_length": written("model.safetensors", (2**63 - 1).to_bytes(8, "little") + b"{}"),
-    "header_100mb": written("model.safetensors", (99_999_999).to_bytes(8, "little") + b"{}"),
-    "header_deep": _header('{"a":' * 50_000 + "1" + "}" * 50_000),
-    "header_duplicate": _header('{"w":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},"w":{"dtype":"F32","shape":[1],'
-                                '"data_offsets":[0,4]}}', 4),
     "header_late_duplicate": _keys(*range(20_000), 19_999),
-    "header_shape": _header(_tensor([2**40], [0, 4]), 4),
     "header_product": _header(_tensor([2**32, 2**32], [0, 0]), 0),
-    "header_negative": _header(_tensor([-1], [0, -4]), 4),
     "header_overflow": _header(_tensor([1], [2**64, 2**64 + 4]), 4),
     "header_float": _header(_tensor([1], [0, 4.0]), 4),
-    "header_digits": _header('{"w":{"dtype":"F32","shape":[' + "9" * 5000 + '],"data_offsets":[0,4]}}', 4),
-    "header_overlap": _header({**_tensor([2], [0, 8]), "v": {"dtype": "F32", "shape": [2], "data_offsets": [4, 12]}}, 12),
-    "header_hole": _header({**_tensor([1], [0, 4]), "v": {"dtype": "F32", "shape": [1], "data_offsets": [8, 12]}}, 12),
     "header_dtype": _header(_tensor([1], [0, 4], "F" * 100_000), 4),
-    "header_dims": _header(_tensor([1] * 5000, [0, 4]), 4),
     "index_deep": _json("[" * 200_000),
     "index_duplicate": _json('{"weight_map":{"weight":"model-00001-of-00002.safetensors",'
                              '"weight":"model-00002-of-00002.safetensors"}}'),
@@ -218,16 +205,9 @@ BOMBS: dict[str, Build] = {
     "manifest_file": _manifest("slice.file", 0, 10**6),
     "manifest_names": _manifest("names.ends", 0, 2**40),
     "pickle_laughs": _opcodes(_laughs(60)),
-    "pickle_memo": _opcodes(_ZERO + b"Nr\xff\xff\xff\x7f."),
-    "pickle_long": _opcodes(b"\x80\x04\x8b\xff\xff\xff\x7f" + bytes(100) + b"."),
-    "pickle_text": _opcodes(b"\x80\x04\x8d" + (2**62).to_bytes(8, "little") + b"x."),
-    "pickle_bytearray": _opcodes(b"\x80\x05\x96" + (2**62).to_bytes(8, "little") + b"x."),
     "pickle_deep": _opcodes(b"\x80\x04" + b"](" * 500_000 + b"e" * 500_000 + b"."),
     "pickle_empties": _opcodes(b"\x80\x04]" + b"(" + b"}" * 5_000_000 + b"e."),
     "pickle_self": _opcodes(b"\x80\x04]\x94h\x00a."),
-    "pickle_recursive_key": _opcodes(b"\x80\x04}\x94" + b"K\x01" + b"\x85" * 100_000 + b"K\x01s."),
-    "pickle_nothing": _opcodes(b""),
-    "pickle_stop": _opcodes(b"."),
     "zip_truncated": written("pytorch_model.bin", b"PK\x03\x04" + bytes(100)),
     "zip64_lies": written("pytorch_model.bin", b"PK\x06\x06" + b"\xff" * 52 + b"PK\x06\x07" + bytes(16) + b"PK\x05\x06" + b"\xff" * 18),
     "legacy_storage": written("pytorch_model.bin", pickle.dumps(0x1950A86A20F9469CFC6C, 2) + pickle.dumps(1001, 2)

@@ -6,7 +6,6 @@ import base64
 import json
 import pickle
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -77,52 +76,6 @@ def _code_of_the_author(place: Place) -> None:
     for name in ("evil.py", "sitecustomize.py", "torch.py", "json.py"):
         (place.src / name).write_text(f"import os\nos.mkdir({str(place.marker)!r})\n")
 
-
-def _global(name: str, argument: Callable[[Path], Any]) -> Build:
-    module, _, attribute = name.rpartition(".")
-    call = f"c{module}\n{attribute}\n".encode()
-    return lambda place: (place.src / "model.pt").write_bytes(
-        b"\x80\x02" + call + pickle.dumps(argument(place.marker), protocol=2)[2:-1] + b"\x85R."
-    )
-
-
-def _command(marker: Path) -> str:
-    return f"mkdir {marker}"
-
-
-def _python(marker: Path) -> str:
-    return f"__import__('os').mkdir({str(marker)!r})"
-
-
-def _nested(marker: Path) -> bytes:
-    return saved(Evil(marker))
-
-
-def _list(marker: Path) -> list[str]:
-    return ["mkdir", str(marker)]
-
-
-# The known escapes from an unpickler, from the catalogues of Fickling and picklescan.
-GLOBALS: dict[str, Build] = {
-    name: _global(name, argument)
-    for name, argument in {
-        "os.system": _command, "posix.system": _command, "nt.system": _command, "subprocess.getoutput": _command,
-        "builtins.eval": _python, "builtins.exec": _python, "__builtin__.eval": _python, "builtins.compile": _python,
-        "builtins.__import__": _python, "timeit.timeit": _python, "cProfile.run": _python, "pdb.run": _python,
-        "code.InteractiveInterpreter": _python, "torch.storage._load_from_bytes": _nested, "pickle.loads": _nested,
-        "_pickle.loads": _nested, "torch.load": _command, "torch.jit.load": _command, "numpy.load": _command,
-        "torch.hub.load": _command, "torch.utils.cpp_extension.load_inline": _command, "runpy.run_path": _command,
-        "importlib.import_module": _command, "functools.partial": _command, "operator.attrgetter": _command,
-        "torch.distributed.run.main": _list, "pip.main": _list, "pip._internal.cli.main.main": _list,
-        "shutil.rmtree": _command, "os.mkdir": str, "pathlib.Path.mkdir": str, "builtins.open": str,
-        "subprocess.Popen": _list, "webbrowser.open": _command, "ctypes.CDLL": _command, "pty.spawn": _command,
-        "torch._dynamo.guards.GuardBuilder.get": _python, "torch.fx.experimental.symbolic_shapes.ShapeEnv": _python,
-        "idlelib.run.Executive.runcode": _python, "numpy.testing._private.utils.runstring": _python,
-        "torch._inductor.codecache.compile_file": _command, "ensurepip._run_pip": _list, "doctest.debug_script": _python,
-        "logging.config.listen": _command, "asyncio.unix_events._UnixSubprocessTransport": _list,
-        "bdb.Bdb.run": _python, "trace.Trace.run": _python, "profile.run": _python, "lib2to3.pgen2.grammar.Grammar": str,
-    }.items()
-}  # fmt: skip
 
 PAYLOADS: dict[str, Build] = {
     "metadata": _replaced("dcp", ".metadata", raw=True),

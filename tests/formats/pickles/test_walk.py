@@ -70,6 +70,7 @@ def test_the_same_opcode_with_an_allowed_class_is_accepted(how):
     assert loads(CALLS[how](("pathlib", "PurePosixPath"), ARGS), file="f") is not NotImplemented
 
 
+# With the known escapes from the catalogues of Fickling and picklescan.
 GLOBALS = (
     "builtins.eval", "builtins.exec", "builtins.compile", "builtins.__import__", "builtins.open", "builtins.print",
     "builtins.globals", "builtins.vars", "builtins.setattr", "builtins.type", "builtins.super", "builtins.map",
@@ -88,6 +89,11 @@ GLOBALS = (
     "collections.OrderedDict.fromkeys", "collections.namedtuple", "_codecs.decode", "codecs.open",
     "copyreg.add_extension", "copyreg.__newobj__", "datetime.datetime.now", "megatron.core.utils.run",
     "deepspeed.runtime.config.Config",
+    "subprocess.getoutput", "code.InteractiveInterpreter", "torch.utils.cpp_extension.load_inline",
+    "torch.distributed.run.main", "pip.main", "shutil.rmtree", "os.mkdir", "torch._dynamo.guards.GuardBuilder.get",
+    "torch.fx.experimental.symbolic_shapes.ShapeEnv", "idlelib.run.Executive.runcode",
+    "torch._inductor.codecache.compile_file", "ensurepip._run_pip", "doctest.debug_script", "logging.config.listen",
+    "asyncio.unix_events._UnixSubprocessTransport", "trace.Trace.run", "profile.run", "lib2to3.pgen2.grammar.Grammar",
     "оs.system", "os .system", "OS.system", ".system", "os.",
 )  # fmt: skip
 
