@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from ckptkit.catalog.entry import Role
 from ckptkit.errors import (
@@ -218,16 +218,12 @@ class Settings:
 
 def _with_client_state(folder: Path, **state: object) -> Path:
     """Add values to the model file, as `engine.save_checkpoint(client_state=...)` does."""
-    import torch
-
     for path in folder.glob("*_model_states.pt"):
         torch.save({**torch.load(path, weights_only=False), **state}, path)
     return folder
 
 
 def test_tensors_in_the_client_state_are_kept(tmp_path):
-    import torch
-
     ema = torch.arange(6.0)
     state = {"ema": {"emb.weight": ema, "decay": 0.9}, "loops": {"epoch": 3}, "emb.weight": ema + 1}
     source = open_source(str(_with_client_state(_copy(tmp_path, "zero2_elastic_w2"), **state)))
@@ -252,8 +248,6 @@ def test_a_users_class_in_the_client_state_needs_allow_pickle(tmp_path):
 
 def _beside(folder: Path, *names: str) -> Path:
     """Copy a checkpoint, and add such files as the Trainer or accelerate writes beside DeepSpeed's directory."""
-    import torch
-
     shutil.copytree(FIXTURES / "zero1_frozen_w2" / "ckpt", folder)
     for name in names:
         if name.endswith(".json"):
@@ -264,9 +258,6 @@ def _beside(folder: Path, *names: str) -> Path:
 
 
 def test_weights_beside_deepspeeds_files_have_their_optimizer_and_masters(tmp_path):
-    import torch
-    from safetensors.torch import load_file, save_file
-
     names = ("trainer_state.json", "scheduler.pt", "rng_state_0.pth", "rng_state_1.pth")
     folder = _beside(tmp_path / "checkpoint-2", *names)
     weights = {name: weight.bfloat16() for name, weight in load_file(EXPECTED).items()}
@@ -288,9 +279,6 @@ def test_weights_beside_deepspeeds_files_have_their_optimizer_and_masters(tmp_pa
 
 @pytest.mark.parametrize("shapes", [{}, {"emb.weight": 0}])
 def test_a_file_without_weights_does_not_hide_those_of_deepspeed(tmp_path, shapes):
-    import torch
-    from safetensors.torch import save_file
-
     folder = _beside(tmp_path / "checkpoint-2", "trainer_state.json")
     tensors = {name: torch.empty(size) for name, size in shapes.items()}
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
@@ -300,9 +288,6 @@ def test_a_file_without_weights_does_not_hide_those_of_deepspeed(tmp_path, shape
 
 @pytest.mark.parametrize("name", ["pytorch_lora_weights.safetensors", "value_head.safetensors", "model.safetensors"])
 def test_a_scripts_own_weights_do_not_hide_those_of_deepspeed(tmp_path, name):
-    import torch
-    from safetensors.torch import save_file
-
     written_by = "trainer_state.json" if name.startswith("value") else "random_states_0.pkl"
     folder = _beside(tmp_path / "checkpoint-2", written_by)
     if name != "value_head.safetensors":  # accelerate's name of the directory

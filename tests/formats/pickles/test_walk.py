@@ -207,6 +207,7 @@ PAIRS: dict[str, tuple[bytes, bytes]] = {
     "a read-only buffer": (P + b"N\x98.", P + b"N."),
     "a newer protocol": (b"\x80\x06N.", b"\x80\x05N."),
     "an integer of a gigabyte": (P + b"\x8b\x00\x00\x00\x40.", P + b"\x8b\x01\x00\x00\x00\x05."),
+    "an integer of a million bytes": (P + b"\x8b\x40\x42\x0f\x00" + b"\x7f" * 1_000_000 + b".", P + b"\x8a\x01\x05."),
     "an integer of a million digits": (b"L" + b"9" * 1_000_000 + b"L\n.", b"L" + b"9" * 600 + b"L\n."),
     "text of an exabyte": (P + b"\x8d" + b"\xff" * 7 + b"\x0fx.", P + b"\x8d\x01" + bytes(7) + b"x."),
     "bytes of an exabyte": (P + b"\x8e" + b"\xff" * 7 + b"\x0fx.", P + b"\x8e\x01" + bytes(7) + b"x."),
