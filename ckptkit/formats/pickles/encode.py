@@ -20,30 +20,19 @@ from ckptkit.formats.pickles.zip import central_header, end_records, local_heade
 # --- a state dict's `data.pkl` as torch.save writes it, opcode by opcode
 
 
-Described = tuple[str, str, tuple[int, ...], tuple[int, ...], int]  # name, dtype, sizes, strides, nbytes
-
-
-def pickle_state_dict(tensors: Sequence[Described]) -> bytes:
-    """Return the pickle of a dict of tensors. Tensor i is row-major, and is the whole of storage i."""
-    out = bytearray(b"\x80\x02}(")
-    for key, (name, dtype, sizes, strides, nbytes) in enumerate(tensors):
-        out += _text(name) + _tensor(str(key), dtype, sizes, strides, nbytes)
-    return bytes(out + b"u.")
-
-
-def _tensor(key: str, dtype: str, sizes: tuple[int, ...], strides: tuple[int, ...], nbytes: int) -> bytes:
-    storage = STORAGE_CLASSES.get(dtype)
-    count = nbytes // dtype_of(dtype).itemsize if storage else nbytes
+def _tensor(key: str, tensor: TensorToWrite) -> bytes:
+    storage = STORAGE_CLASSES.get(tensor.dtype)
+    count = tensor.nbytes // dtype_of(tensor.dtype).itemsize if storage else tensor.nbytes
     parts = [
         b"ctorch._utils\n_rebuild_tensor_v%d\n(" % (2 if storage else 3),
         b"(" + _text("storage"),
         f"ctorch\n{storage}\n".encode() if storage else b"ctorch.storage\nUntypedStorage\n",
         _text(key) + _text("cpu") + _int(count) + b"tQ",  # the storage's persistent id
-        _int(0) + _tuple(sizes) + _tuple(strides),
+        _int(0) + _tuple(tensor.shape) + _tuple(row_major_strides(tensor.shape)),
         b"\x89ccollections\nOrderedDict\n)R",  # requires_grad=False, no backward hooks
     ]
     if not storage:
-        parts.append(f"ctorch\n{dtype}\n".encode())
+        parts.append(f"ctorch\n{tensor.dtype}\n".encode())
     return b"".join((*parts, b"tR"))
 
 
@@ -73,9 +62,11 @@ def encode_torch_file(tensors: Sequence[TensorToWrite]) -> FileLayout:
     members: list[tuple[bytes, int, int, int]] = []  # name, crc, nbytes, local header's offset
     literals: list[tuple[int, bytes]] = []
     head = bytearray()
-    shapes = [(t.name, t.dtype, t.shape, row_major_strides(t.shape), t.nbytes) for t in tensors]
+    pickled = bytearray(b"\x80\x02}(")
+    for key, tensor in enumerate(tensors):  # tensor i is the whole of storage i
+        pickled += _text(tensor.name) + _tensor(str(key), tensor)
     for short, data in (
-        (b"data.pkl", pickle_state_dict(shapes)),
+        (b"data.pkl", bytes(pickled + b"u.")),
         (b"byteorder", b"little"),
         (b"version", b"3\n"),
     ):
