@@ -81,6 +81,7 @@ class Lease:
         self._renewed = since
         self._old = list(old)
         self._spare = True  # whether the file already lists an id for the next attempt
+        self._identity = _identity(root)
         self.turn = threading.Lock()  # held during a save, so that this process's saves take turns
         self._lock = threading.Lock()
         self._stop = threading.Event()
@@ -155,11 +156,11 @@ class Lease:
 
         `view` is a snapshot of the root that was just taken.
         """
-        newest = _newest(view or snapshot(self.root, STATE_DIRECTORY))
+        newest = _newest(view or snapshot(self.root, STATE_DIRECTORY)) or self._put_back()
         if newest is None:
             raise SaveError(
                 f"The lease of {self.root.url} is gone, so this may not be the directory in which the job began to "
-                f"write. Was the directory, its mount or {STATE_DIRECTORY} removed? Nothing was written elsewhere."
+                "write. Was the directory removed, or its mount lost? Nothing was written elsewhere."
             )
         if newest.nonce != self.nonce:
             raise LeaseHeldError(f"{self.root.url} is now being written by {newest.owner}: {self._why_lost(newest)}")
@@ -175,6 +176,20 @@ class Lease:
         if silent > TTL_S:
             return f"this job did not renew its lease for {silent:.0f} s (was it suspended?) and may no longer write."
         return "that job took the lease over, although this one renewed it. This job may no longer write."
+
+    def _put_back(self) -> _State | None:
+        """Write the lease's file again after it was deleted. Return the newest lease, which may be another job's.
+
+        Returns None if the root is no longer the same directory, or if the lease was released.
+        """
+        with self._lock:
+            if self._stop.is_set() or self._identity is None or _identity(self.root) != self._identity:
+                return None
+            logger.warning("the lease of %s was deleted; it is written again", self.root.url)
+            root = self.root.existing()
+            with contextlib.suppress(FileExistsError, FileNotFoundError):
+                root.write(self._state.path, self._state.to_json(root), sync=False)
+        return _newest(self.root)
 
     def renew(self) -> None:
         with self._lock:
@@ -206,6 +221,15 @@ class Lease:
         folder, _, name = state.path.rpartition("/")
         store = self.root.child(folder).existing()
         store.write(name, state.to_json(self.root), overwrite=True, sync=False)
+
+
+def _identity(root: Store) -> tuple[int, int] | None:
+    """Return the root's device and inode. None if it does not exist or is on an object store."""
+    if is_directory(root):
+        with contextlib.suppress(OSError):
+            found = os.stat(root.url)
+            return found.st_dev, found.st_ino
+    return None
 
 
 def _beat(reference: weakref.ref[Lease], stop: threading.Event, seconds: float) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import math
 import multiprocessing
 import os
+import shutil
 import signal
 import threading
 import time
@@ -25,8 +26,9 @@ from ckptkit.checkpoint.run.coordinator import Coordinator
 from ckptkit.checkpoint.run.delete import delete_checkpoint, rotate
 from ckptkit.checkpoint.run.inventory import choose
 from ckptkit.checkpoint.save.saver import Saver
-from ckptkit.errors import RankFailedError, SaveError
+from ckptkit.errors import LeaseHeldError, RankFailedError, SaveError
 from ckptkit.storage.local import LocalStore
+from ckptkit.storage.lock import acquire_lease, open_attempts
 from ckptkit.storage.open import open_store
 from tests.checkpoint import jobs, states
 from tests.checkpoint.saving import save, steps
@@ -244,6 +246,32 @@ def test_a_trace_that_cannot_be_written_fails_no_save(tmp_path, caplog):
 
 
 # --- a root that changes
+
+
+def delete_leases(root: Path) -> None:
+    for path in (root / ".ckptkit").glob("lease-*"):
+        path.unlink()
+
+
+@pytest.mark.parametrize("delete", [delete_leases, lambda root: shutil.rmtree(root / ".ckptkit")])
+def test_a_manually_deleted_lease_is_acquired_again(tmp_path, delete):
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, linear())
+        delete(tmp_path)
+        manager.save(2, linear())
+        assert open_attempts(open_store(str(tmp_path))).owner is not None
+    assert open_attempts(open_store(str(tmp_path))).owner is None
+    assert steps(tmp_path) == [1, 2]
+
+
+def test_after_its_lease_was_deleted_a_job_loses_the_root_to_the_next_owner(tmp_path):
+    root = open_store(str(tmp_path))
+    ours = acquire_lease(root)
+    delete_leases(tmp_path)
+    theirs = acquire_lease(root)
+    with pytest.raises(LeaseHeldError):
+        ours.check()
+    theirs.release()
 
 
 def test_a_recreated_root_is_not_written_to(tmp_path):
