@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import errno
+import json
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from ckptkit.catalog.entry import Catalog
+from ckptkit.catalog.entry import Catalog, ObjectEntry
 from ckptkit.errors import (
     CkptkitError,
     CorruptCheckpointError,
@@ -32,6 +33,7 @@ _RANK_FILE = re.compile(
 _DATA_FILE = re.compile(r"__(\d{1,7})_\d+\.distcp")
 _MARKERS = ("metadata.json", "fsdp_config.json")  # each identifies a format, and thus which files must exist
 _MAX_OBJECT_BYTES = 64 << 20  # larger objects, such as a dataloader's state, are not parsed
+_MAX_JSON_BYTES = 1 << 20  # larger JSON files, such as tokenizers, are not parsed
 
 
 def find_gaps(store: Store, catalog: Catalog, *, quick: bool = False) -> Iterator[tuple[str, str]]:
@@ -40,7 +42,7 @@ def find_gaps(store: Store, catalog: Catalog, *, quick: bool = False) -> Iterato
     ckptkit's own checkpoints do not need this check, because their commit record lists all files.
 
     Args:
-        quick: Do not parse the files that contain schedulers, random states and the like.
+        quick: Do not parse configs, nor the files that contain schedulers, random states and the like.
     """
     if catalog.info.format.startswith("ckptkit-"):
         return
@@ -65,7 +67,20 @@ def find_gaps(store: Store, catalog: Catalog, *, quick: bool = False) -> Iterato
         name = path.rpartition("/")[2]
         if size == 0 and (path in objects or is_side_file(path) or name in _MARKERS or _RANK_FILE.fullmatch(name)):
             yield path, f"{path} is empty: the save or copy was interrupted."
-    for path, entry in () if quick else objects.items():
+    if not quick:
+        yield from _unreadable(store, files, catalog.info.side_files, objects)
+
+
+def _unreadable(
+    store: Store, files: Mapping[str, int], side_files: Iterable[str], objects: Mapping[str, ObjectEntry]
+) -> Iterator[tuple[str, str]]:
+    for path in side_files:
+        if path.endswith(".json") and 0 < files.get(path, 0) <= _MAX_JSON_BYTES:
+            try:
+                json.loads(store.read(path))
+            except (ValueError, RecursionError) as error:
+                yield path, f"{path} is not valid JSON: {error}"
+    for path, entry in objects.items():
         if not 0 < files[path] <= _MAX_OBJECT_BYTES:
             continue
         try:

@@ -37,6 +37,8 @@ WITHOUT = (  # a checkpoint, its missing file, and what verify says
 )
 CUT = {  # a checkpoint, a file next to its tensors, and how many of its bytes are lost; 0 for all
     "hf_ref_llama_tied": ("config.json", 0),
+    "hf_ref_llama_untied": ("config.json", 30),
+    "verl_fsdp1_nomesh_w2": ("**/huggingface/config.json", 30),
     "hf_trainer_fsdp2_sharded_w2/out/checkpoint-2": ("scheduler.pt", 0),
     "lightning_trainer_fsdp_w2/epoch=0-step=3.ckpt": ("meta.pt", 0),
     "lightrft_naive_optim_w2/global_step6": ("client_state.pt", 0),
