@@ -235,7 +235,7 @@ def _stage_local(
         )
     parent = LocalStore(head)
     left = resumable(parent, name, dead=dead) if resume else None
-    clean_siblings(parent, name, keep=left)  # first: it may finish a dead writer's replacement
+    clean_siblings(parent, name, keep=left)
     rule = replaceable if overwrite else None
     check_target(parent, name, replaceable=rule)
     check_writable(parent)  # without this check, the error would name the owner file

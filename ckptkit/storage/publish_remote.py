@@ -335,7 +335,13 @@ class _Place:
         wanted = {path: n for path, n in (self._names or {}).items() if n >= 0 and path not in self._last}
         wrong = [path for path, n in wanted.items() if path not in items or items[path].size != n]
         records = [record for record in finished.done.values() if record.path not in wrong]
-        wrong += [r.path for r in records if not r.is_there(items.get(r.path))]
+        changed = [record for record in records if not record.is_there(items.get(record.path))]
+        if changed:  # or the store returns a new tag in each listing, as some gateways do: then only sizes tell
+            again = self.look()
+            for record in changed:
+                first, second = items.get(record.path), again.get(record.path)
+                if first is None or second is None or first.tag == second.tag or second.size != record.nbytes:
+                    wrong.append(record.path)
         others = [path for path in items if _OWNER.fullmatch(path) and path != self._own]
         # On a store that ignores conditions, two writers may write the same owner file. The later one is the owner.
         if wrong or others or not self._is_ours():

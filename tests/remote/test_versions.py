@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from ckptkit.errors import CheckpointExistsError, CorruptCheckpointError
+from ckptkit.storage import ledger
 from tests.offline.test_reading import while_copying
 from tests.remote.runs import ONE, TWO, Place, on
 from tests.storage.proxy import Proxy, Reply
@@ -132,6 +133,7 @@ def write_again(place: Place, more: bytes = b"") -> None:
 
 
 def test_a_gateway_with_random_tags_in_listings_is_tolerated(proxy, far, near, monkeypatch):
+    monkeypatch.setattr(ledger, "WORTH", 500)
     near.make()
     turn = itertools.count()
 

@@ -12,10 +12,10 @@ from ckptkit.checkpoint.run.commit import clean_leftovers
 from ckptkit.checkpoint.run.inventory import Inventory, list_checkpoints
 from ckptkit.checkpoint.run.pins import deleting, list_pins
 from ckptkit.checkpoint.run.unnamed import delete_marked, give_up, mark_of, unnamed_files
-from ckptkit.errors import CheckpointNotFoundError, CkptkitError, command_line
+from ckptkit.errors import CheckpointExistsError, CheckpointNotFoundError, CkptkitError, command_line
 from ckptkit.formats.own.record import CommitRecord, find_record, record_path
 from ckptkit.storage.listing import snapshot
-from ckptkit.storage.local import is_directory
+from ckptkit.storage.local import LocalStore, is_directory
 from ckptkit.storage.publish import drop
 from ckptkit.storage.retry import patient
 from ckptkit.storage.store import Store
@@ -125,6 +125,8 @@ def delete_checkpoint(root: Store, name: str, *, reason: str, kept: list[str] | 
 
     Raises:
         CheckpointNotFoundError: No committed checkpoint has that name.
+        CheckpointExistsError: Another process replaced the checkpoint at this moment; the new one stays. An object
+            store cannot tell.
     """
     with deleting(root, name) as pins:
         # Invariant: a reader that starts now sees the announced deletion and waits. Afterwards it finds all files or
@@ -150,6 +152,7 @@ def delete_checkpoint(root: Store, name: str, *, reason: str, kept: list[str] | 
             unnamed = unnamed_files(root, name, record)
             trash = drop(root, name)  # Invariant: the checkpoint is durably unlisted, and nobody sees it half deleted.
             if trash is not None:
+                _refuse_another(root, trash, name, record)
                 give_up(root, trash, name)
     logger.info("deleted %s/%s (%s): %s", root.url, name, format_size(record.total_bytes), reason)
     if unnamed:
@@ -158,3 +161,19 @@ def delete_checkpoint(root: Store, name: str, *, reason: str, kept: list[str] | 
         if kept is not None:
             kept += [f"{name}/{path}" for path in unnamed]
     return True
+
+
+def _refuse_another(root: LocalStore, trash: str, name: str, record: CommitRecord) -> None:
+    """Move a checkpoint back from the trash and raise, if a save replaced `record` before it was moved there."""
+    try:
+        moved = find_record(root, record_path(trash))
+    except CkptkitError:  # damaged since it was read
+        return
+    if moved is None or moved.save_id == record.save_id:
+        return
+    try:
+        root.rename(trash, name)
+    except FileExistsError:  # a save has taken the name in the meantime, so it would have replaced this one, too
+        return
+    root.sync_directory()
+    raise CheckpointExistsError(f"{root.url}/{name} was replaced by another process; the new one was not deleted.")

@@ -20,7 +20,7 @@ from ckptkit.checkpoint.run.commit import clean_leftovers
 from ckptkit.checkpoint.run.delete import delete_checkpoint, rotate
 from ckptkit.checkpoint.run.inventory import list_checkpoints
 from ckptkit.checkpoint.run.pins import pin_forever, unpin
-from ckptkit.errors import CheckpointNotFoundError, RankFailedError
+from ckptkit.errors import CheckpointExistsError, CheckpointNotFoundError, RankFailedError
 from ckptkit.formats.own.record import find_record
 from ckptkit.formats.replaceable import may_be_saved
 from ckptkit.offline.prune import prune
@@ -374,3 +374,19 @@ def test_every_file_that_a_save_writes_is_recognized(tmp_path, kind, models):
 @pytest.mark.parametrize("name", ["notes.txt", "eval/results.json", "state.safetensors", "plots/loss.png", "run.sh"])
 def test_files_that_no_save_writes_are_not_recognized(name):
     assert not may_be_saved(name)
+
+
+def test_a_checkpoint_that_replaced_the_one_to_delete_at_the_last_moment_stays(tmp_path, monkeypatch):
+    save(tmp_path, 1)
+    listed = delete.unnamed_files
+
+    def replaced_meanwhile(*args):
+        found = listed(*args)
+        monkeypatch.undo()
+        save(tmp_path, 1, overwrite=True)
+        return found
+
+    monkeypatch.setattr(delete, "unnamed_files", replaced_meanwhile)
+    with pytest.raises(CheckpointExistsError, match="was replaced by another process"):
+        delete_checkpoint(open_store(str(tmp_path)), "step_00000001", reason="a test")
+    assert check(tmp_path) == [1]
