@@ -80,6 +80,7 @@ GLOBALS = (
     "operator.attrgetter", "operator.methodcaller", "functools.partial", "functools.reduce", "types.CodeType",
     "types.FunctionType", "marshal.loads", "pickle.loads", "_pickle.loads", "shelve.open", "webbrowser.open",
     "socket.socket", "ctypes.CDLL", "asyncio.run", "pip._internal.main", "cProfile.run", "bdb.Bdb.run",
+    "pip._internal.cli.main.main", "pathlib.Path.mkdir",
     "torch.load", "torch.save", "torch.jit.load", "torch.hub.load", "torch.storage._load_from_bytes",
     "torch.utils._config_module.load_config", "torch._utils._import_dotted_name", "torch.serialization.load",
     "torch.distributed.checkpoint.format_utils.dcp_to_torch_save", "torch.nn.modules.linear.Linear",
