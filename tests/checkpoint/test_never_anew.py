@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from ckptkit import CheckpointManager, TrainState
-from ckptkit.checkpoint.load import choose
+from ckptkit.checkpoint.load import foreign_run
 from ckptkit.errors import (
     CkptkitError,
     IncompleteCheckpointError,
@@ -284,7 +284,7 @@ def test_a_step_below_which_the_checkpoint_lies_is_compared(tmp_path):
 
 def test_a_file_that_is_deleted_while_a_run_begins_is_ignored(tmp_path, monkeypatch):
     put(tmp_path / "x.log")
-    listed = choose.list_checkpoints
+    listed = foreign_run.list_checkpoints
 
     def list_and_delete(root):
         put(tmp_path / "gone.tmp")
@@ -292,7 +292,7 @@ def test_a_file_that_is_deleted_while_a_run_begins_is_ignored(tmp_path, monkeypa
         (tmp_path / "gone.tmp").unlink()
         return found
 
-    monkeypatch.setattr(choose, "list_checkpoints", list_and_delete)
+    monkeypatch.setattr(foreign_run, "list_checkpoints", list_and_delete)
     with CheckpointManager(tmp_path) as manager:
         assert manager.load(state()) is None
 
@@ -301,14 +301,14 @@ def test_a_file_that_is_deleted_while_a_run_begins_is_ignored(tmp_path, monkeypa
 def test_a_file_that_the_store_does_not_return_is_not_ignored(tmp_path, monkeypatch, name):
     script_file(tmp_path / "run" / name, 9)
     script_file(tmp_path / "run" / ("step=5.ckpt" if name == "last.ckpt" else "b.pt"), 5)
-    opened = choose.open_source
+    opened = foreign_run.open_source
 
     def open_others(url, **options):
         if url.endswith(name):
             raise StorageError(f"{url}: no answer")
         return opened(url, **options)
 
-    monkeypatch.setattr(choose, "open_source", open_others)
+    monkeypatch.setattr(foreign_run, "open_source", open_others)
     with CheckpointManager(tmp_path / "run") as manager, pytest.raises(StorageError, match="no answer"):
         manager.load(state())
 
