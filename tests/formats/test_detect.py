@@ -325,6 +325,7 @@ def test_a_tensor_beside_the_model_in_rank_files_is_no_weight(tmp_path):
     catalog = open_source(str(lay(tmp_path, files))).catalog
     assert list(catalog.by_role(Role.MODEL)) == ["weight", "bias"] and catalog.info.step == 7
     assert len(catalog.by_role(Role.OPTIMIZER)) == 2 and catalog.objects["epoch"].value == 1
+    assert catalog.info.world_size == 2
     assert catalog.info.notes == (
         "each rank saved the whole model; rank0.pt was read.",
         "not read: other ranks' values of rng, which differ from rank 0's.",

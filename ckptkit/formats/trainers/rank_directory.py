@@ -1,10 +1,14 @@
-"""Reads a directory with one torch.save file per rank (`*rank_<R>.pt` and similar) from an unknown system."""
+"""Reads a directory with one torch.save file per rank (`*rank_<R>.pt` and similar) from an unknown system.
+
+Nothing in such a directory says what a number in a file name means. `RankFiles` are files whose names differ in one
+number. The number is the rank, and not the step, if the names contain a step beside it, or if the files contain shards.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -19,61 +23,125 @@ from ckptkit.formats.state_names import MODEL_KEYS, OPTIMIZER_KEY, STEPS
 from ckptkit.formats.torch_save import begins_like_torch, may_hold_model, open_file
 from ckptkit.formats.trainers import fsdp1_local
 from ckptkit.formats.trainers.optimizer_files import OptimizerState, plain_value, read_optimizer
-from ckptkit.formats.trainers.rank_files import join_model, read_ranks, recorded_ranks
+from ckptkit.formats.trainers.rank_files import RankModel, join_model, read_ranks, recorded_ranks
 from ckptkit.formats.trainers.steps import ordered, step_in
 from ckptkit.storage import Store
 from ckptkit.units import first_few
 
-_RANK = re.compile(r"(.*(?:rank|shard|checkpoint|consolidated|__)[_.-]?)(\d+)((?:[_.-].*)?\.(?:pt|pth|bin|ckpt))")
-_NUMBER = re.compile(r"\d+")
-_KEYED = re.compile(r"(.+_)(\d+)(\.pt)")  # only in directories that contain _KEYS
+_RANK = re.compile(r"(.*(?:rank|shard|checkpoint|consolidated|__)[_.-]?)(\d{1,7})((?:[_.-].*)?\.(?:pt|pth|bin|ckpt))")
+_KEYED = re.compile(r"(.+_)(\d{1,7})(\.pt)")  # only in directories that contain _KEYS
 _KEYS = "metadata.pkl"  # torch_checkpointing writes this file
 _MODEL_KEYS = (*MODEL_KEYS, "app")
 
 
-def is_rank_directory(store: Store, files: Sequence[str]) -> bool:
-    """Return whether at least two files, including the file of rank 0, have names that differ only in the rank.
+@dataclass(frozen=True, slots=True)
+class RankFiles:
+    """The files of all ranks that hold the same part of one save.
 
-    Files whose names are those of an optimizer or other state do not count. If the numbers may be steps, as in
-    checkpoint_0.pt but not in step_100_rank_0.pt, file 0 must contain shards.
+    Attributes:
+        template: The file name with "{rank}" in place of the rank, such as "model_rank_{rank}.pt".
+        names: The file names by rank.
     """
-    groups = _groups(store, files)
-    template = _model_group(groups)
-    if template is None:
-        return False
-    return _KEYS in files or not _may_be_steps(template, groups[template]) or _contain_shards(store, groups[template])
+
+    template: str
+    names: dict[int, str]
+
+    @property
+    def step(self) -> tuple[int, int] | None:
+        """The (step, epoch) in each of the names, or None. The rank does not count."""
+        return step_in(self.template)
+
+    @property
+    def may_be_steps(self) -> bool:
+        """Whether the number that differs may be the step, as in checkpoint_0.pt but not in step_100_rank_0.pt."""
+        return any(step_in(name) != self.step for name in self.names.values())
+
+    def contain_shards(self, store: Store) -> bool:
+        """Return whether the numbers are 0, 1, 2, ... without gaps, and the model in file 0 is sharded."""
+        if sorted(self.names) != list(range(len(self.names))):
+            return False
+        try:
+            model = _Saved.of(read_archive(store, self.names[0])).model
+        except UNREADABLE:
+            return False  # treat the numbers as steps, so that another file is opened
+        tensors = model.values() if isinstance(model, dict) else ()
+        return any(isinstance(tensor, (DTensorRecord, ShardedTensorRecord)) for tensor in tensors)
+
+    def read(self, store: Store) -> list[Any]:
+        """Return the values in the files, in rank order. Raises IncompleteCheckpointError if a rank has no file."""
+        return read_ranks(store, self.names, self.template)
+
+
+def is_rank_directory(store: Store, files: Sequence[str]) -> bool:
+    """Return whether the files that may hold a model are rank files: two or more, including the file of rank 0."""
+    model = _of_model(_rank_files(store, files))
+    return model is not None and (_KEYS in files or not model.may_be_steps or model.contain_shards(store))
 
 
 def are_rank_files(store: Store, files: Sequence[str], newest: str) -> bool:
     """Return whether the numbers in these file names are ranks, not steps.
 
-    The numbers are ranks if the names also contain a step, and `newest`, the file of the latest step, has this step.
-    Otherwise, they are ranks if file 0 contains shards. Reads the pickle in file 0 if the numbers are 0, 1, 2, ...
-    without gaps.
+    Names may contain both. Then, `newest`, the file of the latest step, must be a rank file, too.
     """
-    groups = _groups(store, files)
-    template = _model_group(groups)
-    if template is None:
+    model = _of_model(_rank_files(store, files))
+    if model is None:
         return False
-    step = step_in(template)
-    if step is not None and not _may_be_steps(template, groups[template]):
-        return step == step_in(newest)
-    return _contain_shards(store, groups[template])
+    if model.step is not None and not model.may_be_steps:
+        return model.step == step_in(newest)
+    return model.contain_shards(store)
 
 
-def _may_be_steps(template: str, ranks: Mapping[int, str]) -> bool:
-    return any(step_in(name) != step_in(template) for name in ranks.values())
+def _rank_files(store: Store, files: Sequence[str]) -> list[RankFiles]:
+    """Return the files whose names differ in one number, by the rest of the name.
+
+    Leaves out names without a file of rank 0, and names of only one file, because the number may not be a rank. Keeps
+    them if the same names of another step are complete: then, a rank's file is missing in this step. Also keeps them
+    beside the file `_KEYS`, which shows that the numbers are ranks. Leaves out .bin files that do not begin like files
+    of torch.save, because other programs use this ending, too.
+    """
+    found: dict[str, RankFiles] = {}
+    keyed = _KEYS in files
+    for name in files:
+        match = _RANK.fullmatch(name) or (keyed and _KEYED.fullmatch(name)) or None
+        if match:
+            head, tail = (text.replace("{", "{{").replace("}", "}}") for text in (match[1], match[3]))
+            template = f"{head}{{rank}}{tail}"
+            found.setdefault(template, RankFiles(template, {})).names[int(match[2])] = name
+
+    def without_numbers(one: RankFiles) -> str:
+        return re.sub(r"\d+", "", one.template)
+
+    sure = [one for one in found.values() if 0 in one.names and (keyed or len(one.names) > 1)]
+    other_steps = {without_numbers(one) for one in sure}
+    return [
+        one
+        for one in found.values()
+        if (one in sure or (one.step is not None and without_numbers(one) in other_steps))
+        and (not one.template.endswith(".bin") or begins_like_torch(store, min(one.names.values())))
+    ]
 
 
-def _contain_shards(store: Store, ranks: Mapping[int, str]) -> bool:
-    if sorted(ranks) != list(range(len(ranks))):
-        return False
-    try:
-        value = _levels(read_archive(store, ranks[0]), _model_key)[-1]
-    except UNREADABLE:
-        return False  # file 0 can't be read: treat the numbers as steps, so that another file is opened
-    tensors = value.values() if isinstance(value, dict) else ()
-    return any(isinstance(tensor, (DTensorRecord, ShardedTensorRecord)) for tensor in tensors)
+def _of_model(groups: Sequence[RankFiles]) -> RankFiles | None:
+    """Return the files of the model. If their names contain steps, returns those of the latest step."""
+    groups_by_name = {one.template: one for one in groups}
+    named = [name for name in groups_by_name if "model" in name.lower()] or may_hold_model(groups_by_name)
+    steps = ordered(named)
+    chosen = steps[0].name if steps else next(iter(named), None)
+    return None if chosen is None else groups_by_name[chosen]
+
+
+@dataclass(frozen=True, slots=True)
+class _Saved:
+    """What one rank saved: the state dict of the model, and `rest`, the values beside it at all levels of nesting."""
+
+    model: Any
+    rest: dict[Any, Any]
+
+    @classmethod
+    def of(cls, value: Any) -> _Saved:
+        levels = _levels(value, _model_key)
+        rest = {k: v for outer, inner in pairwise(levels) for k, v in outer.items() if v is not inner}
+        return cls(levels[-1], rest)
 
 
 def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog:
@@ -86,64 +154,93 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
     """
     listing = store.list()
     sizes = {item.path: item.size for item in listing}
-    groups = _groups(store, file_names(listing))
-    template = _model_group(groups)
-    if template is None:
+    groups = _rank_files(store, file_names(listing))
+    of_model = _of_model(groups)
+    if of_model is None:
         raise CheckpointNotFoundError(f"{store.url} has no files whose names differ only in the rank.")
-    ranks, at = groups[template], step_in(template)
-    named = at[0] if at is not None and (at[0] > 0 or at[1] < 0) else None  # the step is 0 in a name with only an epoch
-    values = read_ranks(store, ranks, template)
-    names = [ranks[rank] for rank in sorted(ranks)]
-    levels = [_levels(value, _model_key) for value in values]
-    models = [found[-1] for found in levels]
+    values = of_model.read(store)
+    saved = [_Saved.of(value) for value in values]
+    models = [one.model for one in saved]
+    names = [of_model.names[rank] for rank in sorted(of_model.names)]
     if fsdp1_local.is_flat(models):
         return fsdp1_local.read(store, names, models, sizes, None, options)
-    model = join_model(models, what=template, where=", at the top level or below a known key")
-    side = find_side_files(store)
-    beside = [_beside(found) for found in levels]  # what each rank saved with its model
-    if beside[0] and (differing := _differing(values, models[0])) is not None:
-        whole = open_file(store, names[0])  # the file of rank 0 also has the scheduler and all other values
-        said = (f"each rank saved the whole model; {names[0]} was read.", *model.notes)
-        said += (f"not read: other ranks' values of {first_few(differing)}, which differ from rank 0's.",) * bool(
-            differing
-        )
-        info = replace(whole.info, format="rank-files", world_size=len(names), files={n: sizes[n] for n in names})
-        info = replace(info, step=named if info.step is None else info.step, notes=(*info.notes, *said))
-        return Catalog(whole.tensors, whole.objects, info)
-    optimizer, key = OptimizerState(), _optimizer_key(beside[0])
-    if key is not None and all(isinstance(value.get(key), dict) for value in beside):
-        optimizer = read_optimizer([value[key] for value in beside], model.params, what=template)
+    model = join_model(models, what=of_model.template, where=", at the top level or below a known key")
+    differing = _differing(values, models[0]) if saved[0].rest else None
+    if differing is not None:
+        catalog = _of_rank_0(store, names[0], model, differing)
     else:
-        apart = next((n for n in groups if n != template and "optim" in n.lower() and step_in(n) == at), "")
-        if groups.get(apart, {}).keys() == ranks.keys():
-            states = [_levels(value, _optimizer_key)[-1] for value in read_ranks(store, groups[apart], apart)]
-            optimizer = read_optimizer(states, model.params, what=apart)
-            names += [groups[apart][rank] for rank in sorted(ranks)]
-    others = {name for other, files in groups.items() if step_in(other) in (None, at) for name in files.values()}
-    unread = sorted(others - {*names})
-    notes = [f"not read: {', '.join(unread[:4])}{', ...' * (len(unread) > 4)}."] if unread else []
-    rests = [
-        plain({name: item for name, item in value.items() if name != key}, file=ranks[rank])
-        for rank, value in zip(sorted(ranks), beside, strict=True)
-    ]
-    rest = rests[0]
-    shared = {  # what all ranks saved alike, such as a scheduler
-        str(name): ObjectEntry(str(name), ranks[0], encoding="value", value=value, key=(str(name),))
-        for name, value in rest.items()
-        if plain_value(value) and all(repr(other.get(name)) == repr(value) for other in rests)
-    }
-    left = [str(name) for name in rest if str(name) not in shared]
-    notes += [f"not read: {first_few(left)} of {template.format(rank='*')}."] if left else []
+        catalog = _of_all_ranks(store, of_model, groups, saved, model)
+    info = catalog.info
+    files = {name: sizes[name] for name in dict.fromkeys((*names, *info.files))}
+    # A name with only an epoch does not say which step it is.
+    named = of_model.step[0] if of_model.step is not None and (of_model.step[0] > 0 or of_model.step[1] < 0) else None
+    info = replace(info, step=named if info.step is None else info.step, world_size=info.world_size or len(names))
+    return replace(catalog, info=replace(info, format="rank-files", files=files))
+
+
+def _of_rank_0(store: Store, name: str, model: RankModel, differing: Sequence[str]) -> Catalog:
+    """Read the file of rank 0, which contains the whole training state. `differing`: see `_differing`."""
+    catalog = open_file(store, name)
+    notes = (*catalog.info.notes, f"each rank saved the whole model; {name} was read.", *model.notes)
+    if differing:
+        notes += (f"not read: other ranks' values of {first_few(differing)}, which differ from rank 0's.",)
+    return replace(catalog, info=replace(catalog.info, notes=notes))
+
+
+def _of_all_ranks(
+    store: Store, of_model: RankFiles, groups: Sequence[RankFiles], saved: Sequence[_Saved], model: RankModel
+) -> Catalog:
+    """Return the joined model and optimizer, and the values that all ranks saved alike, such as a scheduler's."""
+    first, names = saved[0], [of_model.names[rank] for rank in sorted(of_model.names)]
+    optimizer, key, read = OptimizerState(), _optimizer_key(first.rest), {*names}
+    if key is not None and all(isinstance(one.rest.get(key), dict) for one in saved):
+        optimizer = read_optimizer([one.rest[key] for one in saved], model.params, what=of_model.template)
+    elif (apart := _of_optimizer(groups, of_model)) is not None:
+        states = [_levels(value, _optimizer_key)[-1] for value in apart.read(store)]
+        optimizer = read_optimizer(states, model.params, what=apart.template)
+        read |= {*apart.names.values()}
+    alike, unread = _values(saved, names, key)
+    others = {name for one in groups if one.step in (None, of_model.step) for name in one.names.values()} - read
+    notes = [f"not read: {', '.join(sorted(others)[:4])}{', ...' * (len(others) > 4)}."] if others else []
+    if unread:
+        notes.append(f"not read: {first_few(unread)} of {of_model.template.format(rank='*')}.")
     info = CatalogInfo(
         "rank-files",
         producer="torch.save",
-        step=next((step for name in STEPS if type(step := beside[0].get(name)) is int), named),
-        world_size=max(len(values), recorded_ranks(models[0].values())),
+        step=next((step for name in STEPS if type(step := first.rest.get(name)) is int), None),
+        world_size=max(len(saved), recorded_ranks(first.model.values())),
         mesh=model.mesh,
-        files={name: sizes[name] for name in names},
+        files=dict.fromkeys(sorted(read), -1),
         notes=(*model.notes, *optimizer.notes, *notes),
     )
-    return Catalog({**model.tensors, **optimizer.tensors}, {**shared, **optimizer.objects}, side.described_in(info))
+    info = find_side_files(store).described_in(info)
+    return Catalog({**model.tensors, **optimizer.tensors}, {**alike, **optimizer.objects}, info)
+
+
+def _of_optimizer(groups: Sequence[RankFiles], of_model: RankFiles) -> RankFiles | None:
+    """Return the optimizer's files if the same ranks wrote them in the same step."""
+    found = [one for one in groups if one != of_model and "optim" in one.template.lower()]
+    one = next((one for one in found if one.step == of_model.step), None)
+    return one if one is not None and one.names.keys() == of_model.names.keys() else None
+
+
+def _values(saved: Sequence[_Saved], names: Sequence[str], optimizer: Any) -> tuple[dict[str, ObjectEntry], list[str]]:
+    """Return the values beside the model that all ranks saved alike, and the names of rank 0's other values.
+
+    Args:
+        names: The file of each rank.
+        optimizer: The key of the optimizer's state, which is left out.
+    """
+    rests = [
+        plain({key: value for key, value in one.rest.items() if key != optimizer}, file=name)
+        for one, name in zip(saved, names, strict=True)
+    ]
+    alike = {
+        str(key): ObjectEntry(str(key), names[0], encoding="value", value=value, key=(str(key),))
+        for key, value in rests[0].items()
+        if plain_value(value) and all(repr(rest.get(key)) == repr(value) for rest in rests)
+    }
+    return alike, [str(key) for key in rests[0] if str(key) not in alike]
 
 
 def _differing(values: Sequence[Any], model: Any) -> list[str] | None:
@@ -188,39 +285,6 @@ def _differences(first: Any, other: Any, path: tuple[Any, ...], model: Any) -> I
         yield path
 
 
-def _groups(store: Store, files: Sequence[str]) -> dict[str, dict[int, str]]:
-    """Return the files by name template (such as "model_rank_{rank}.pt"), then by rank.
-
-    Omits templates without a file of rank 0. Also omits a template with only one file, because the number in the file's
-    name may not be a rank. Keeps such a template if it differs from another template only in the step, because a rank's
-    file is missing in this step. In a directory that torch_checkpointing wrote, a template with one file is kept.
-    Omits .bin files whose first bytes show that torch.save did not write them, because other programs use this ending,
-    too.
-    """
-    found: dict[str, dict[int, str]] = {}
-    keyed = _KEYS in files
-    for name in files:
-        match = _RANK.fullmatch(name) or (keyed and _KEYED.fullmatch(name)) or None
-        if match and len(match[2]) < 8:
-            head, tail = (text.replace("{", "{{").replace("}", "}}") for text in (match[1], match[3]))
-            found.setdefault(f"{head}{{rank}}{tail}", {})[int(match[2])] = name
-    sure = {template for template, ranks in found.items() if 0 in ranks and (keyed or len(ranks) > 1)}
-    alike = {_NUMBER.sub("", template) for template in sure}
-    return {
-        template: ranks
-        for template, ranks in found.items()
-        if (template in sure or (step_in(template) is not None and _NUMBER.sub("", template) in alike))
-        and (not template.endswith(".bin") or begins_like_torch(store, min(ranks.values())))
-    }
-
-
-def _model_group(groups: Mapping[str, Mapping[int, str]]) -> str | None:
-    """Return the name template of the model's files. If their names contain steps, those of the latest step."""
-    named = [template for template in groups if "model" in template.lower()] or may_hold_model(groups)
-    steps = ordered(named)
-    return steps[0].name if steps else next(iter(named), None)
-
-
 def _levels(value: Any, key_of: Callable[[Any], Any]) -> list[Any]:
     """Return the chain of nested dicts, outermost first, that ends with the state dict of a model or an optimizer.
 
@@ -234,11 +298,6 @@ def _levels(value: Any, key_of: Callable[[Any], Any]) -> list[Any]:
             raise CorruptCheckpointError(f"the dict at {key!r} contains itself. The file is damaged or malicious.")
         levels.append(inner)
     return levels
-
-
-def _beside(levels: Sequence[Any]) -> dict[Any, Any]:
-    """Return the values that a rank saved in addition to its model. `levels`: the result of `_levels` for the model."""
-    return {key: value for level, inner in pairwise(levels) for key, value in level.items() if value is not inner}
 
 
 def _model_key(value: Any) -> str | None:
