@@ -98,14 +98,11 @@ def tiles_exactly(offsets: Int64, sizes: Int64, shape: Int64) -> bool:
     of both arrays. The hashes use a random key, so no file can provoke a wrong result. The probability of a wrong
     result is 2**-64.
     """
-    cut = np.flatnonzero(((offsets != 0) | (sizes != shape)).any(axis=0))
-    if not len(cut):
-        return len(sizes) == 1
-    low, high = offsets[:, cut].astype(np.uint64), (offsets + sizes)[:, cut].astype(np.uint64)
-    whole = shape[cut].astype(np.uint64)[None]
-    key = np.frombuffer(os.urandom(8 * len(cut) + 8), np.uint64)
+    low, high = offsets.astype(np.uint64), (offsets + sizes).astype(np.uint64)
+    whole = shape.astype(np.uint64)[None]
+    key = np.frombuffer(os.urandom(8 * len(shape) + 8), np.uint64)
     total = np.zeros(1, np.uint64)
-    for corner in itertools.product((False, True), repeat=len(cut)):
+    for corner in itertools.product((False, True), repeat=len(shape)):
         signed = _steps(np.where(corner, high, low), key) - _steps(np.where(corner, whole, np.uint64(0)), key)
         total = total + signed if sum(corner) % 2 else total - signed
     return not total.any()
@@ -117,40 +114,3 @@ def _steps(places: UInt64, key: UInt64) -> UInt64:
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return np.atleast_1d((z ^ (z >> np.uint64(31))).sum(dtype=np.uint64))
-
-
-def overlapping(offsets: Int64, sizes: Int64) -> bool:
-    """Return whether any two boxes share an element. The boxes must be distinct and non-empty.
-
-    The function looks for a dimension along which any two intervals are equal or disjoint. It then compares only boxes
-    that have the same interval, recursively. For grids, this takes O(n log n). If there is no such dimension, a sweep
-    along dimension 0 compares pairs of boxes. The sweep is fast enough for thousands of boxes.
-    """
-    n, ndim = sizes.shape
-    if n < 2:
-        return False
-    if ndim == 0:
-        return True
-    for dim in range(ndim):
-        starts = offsets[:, dim]
-        stops = starts + sizes[:, dim]
-        order = np.lexsort((stops, starts))
-        s, e = starts[order], stops[order]
-        same = (s[1:] == s[:-1]) & (e[1:] == e[:-1])
-        if same.all() or not (same | (s[1:] >= e[:-1])).all():
-            continue  # this dimension separates no boxes: its intervals are all equal, or some overlap partially
-        begins = np.concatenate([[0], np.flatnonzero(~same) + 1, [n]])
-        several = np.flatnonzero(np.diff(begins) > 1)
-        groups = (order[begins[i] : begins[i + 1]] for i in several.tolist())
-        return any(overlapping(offsets[g], sizes[g]) for g in groups)
-    return _sweep(offsets, sizes)
-
-
-def _sweep(offsets: Int64, sizes: Int64) -> bool:
-    order = np.argsort(offsets[:, 0], kind="stable")
-    lo, hi = offsets[order], (offsets + sizes)[order]
-    for i in range(len(lo) - 1):
-        last = int(np.searchsorted(lo[:, 0], hi[i, 0], side="left"))
-        if last > i + 1 and ((lo[i + 1 : last] < hi[i]) & (hi[i + 1 : last] > lo[i])).all(axis=1).any():
-            return True
-    return False

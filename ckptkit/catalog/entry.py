@@ -10,20 +10,18 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, overload
+from dataclasses import KW_ONLY, dataclass, field, replace
+from typing import Any, ClassVar, overload
 
 import numpy as np
 import numpy.typing as npt
 
 from ckptkit.catalog.box import Box, row_major_strides
-from ckptkit.catalog.columns import distinct_boxes, overlapping, tiles_exactly
+from ckptkit.catalog.columns import distinct_boxes, tiles_exactly
 from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.digests import proves_equality
 from ckptkit.errors import CorruptCheckpointError, IncompleteCheckpointError
 
-_FEW_SLICES = 2048  # for at most this many slices, comparing pairs of slices is fast enough
-_ROWS_BY_HAND = 128
 _MOST_CORNERS = 1 << 28
 Int64 = npt.NDArray[np.int64]
 UInt64 = npt.NDArray[np.uint64]
@@ -90,6 +88,7 @@ class TensorSlice:
     rank: int = -1
 
 
+@dataclass(eq=False, slots=True)
 class SliceArray(Sequence[TensorSlice]):
     """The slices of one tensor as columns. `self[i]` is slice i as a `TensorSlice`.
 
@@ -107,55 +106,22 @@ class SliceArray(Sequence[TensorSlice]):
         codecs: A mapping from slice index to codec. Slices that are not encoded are left out.
     """
 
-    opaque: str = ""
+    paths: Sequence[str]
+    files: npt.NDArray[np.int32]
+    starts: Int64
+    nbytes: Int64
+    offsets: Int64
+    sizes: Int64
+    _: KW_ONLY
+    ranks: npt.NDArray[np.int32] | None = None
+    algorithm: str | None = None
+    digests: UInt64 | None = None
+    digest_starts: Int64 | None = None
+    digest_nbytes: Int64 | None = None
+    strides: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    codecs: Mapping[int, Codec] = field(default_factory=dict)
+    opaque: ClassVar[str] = ""
     """Why the tensor's bytes cannot be located, such as "is a quantized tensor". "" if they can be located."""
-
-    __slots__ = (
-        "algorithm",
-        "codecs",
-        "digest_nbytes",
-        "digest_starts",
-        "digests",
-        "files",
-        "nbytes",
-        "offsets",
-        "paths",
-        "ranks",
-        "sizes",
-        "starts",
-        "strides",
-    )
-
-    def __init__(
-        self,
-        paths: Sequence[str],
-        files: npt.NDArray[np.int32],
-        starts: Int64,
-        nbytes: Int64,
-        offsets: Int64,
-        sizes: Int64,
-        *,
-        ranks: npt.NDArray[np.int32] | None = None,
-        algorithm: str | None = None,
-        digests: UInt64 | None = None,
-        digest_starts: Int64 | None = None,
-        digest_nbytes: Int64 | None = None,
-        strides: Mapping[int, tuple[int, ...]] | None = None,
-        codecs: Mapping[int, Codec] | None = None,
-    ) -> None:
-        self.paths = paths
-        self.files = files
-        self.starts = starts
-        self.nbytes = nbytes
-        self.offsets = offsets
-        self.sizes = sizes
-        self.ranks = ranks
-        self.algorithm = algorithm
-        self.digests = digests
-        self.digest_starts = digest_starts
-        self.digest_nbytes = digest_nbytes
-        self.strides: Mapping[int, tuple[int, ...]] = strides or {}
-        self.codecs: Mapping[int, Codec] = codecs or {}
 
     @classmethod
     def of(cls, slices: Sequence[TensorSlice], ndim: int) -> SliceArray:
@@ -187,34 +153,20 @@ class SliceArray(Sequence[TensorSlice]):
 
     def under(self, paths: Sequence[str]) -> SliceArray:
         """Return the same slices with renamed files. `paths` contains the new names, in the order of `self.paths`."""
-        return SliceArray(
-            paths,
-            self.files,
-            self.starts,
-            self.nbytes,
-            self.offsets,
-            self.sizes,
-            ranks=self.ranks,
-            algorithm=self.algorithm,
-            digests=self.digests,
-            digest_starts=self.digest_starts,
-            digest_nbytes=self.digest_nbytes,
-            strides=self.strides,
-            codecs=self.codecs,
-        )
+        return replace(self, paths=paths)
 
     def take(self, rows: Int64) -> SliceArray:
         """Return the slices with the indices `rows`."""
-        names = ("ranks", "digests", "digest_starts", "digest_nbytes")
-        columns = {name: None if (column := getattr(self, name)) is None else column[rows] for name in names}
+        names = ("files", "starts", "nbytes", "offsets", "sizes", "ranks", "digests", "digest_starts", "digest_nbytes")
+        columns = {name: column[rows] for name in names if (column := getattr(self, name)) is not None}
         numbers, strides, codecs = list(enumerate(rows.tolist())), self.strides, self.codecs
         return SliceArray(
-            self.paths, self.files[rows], self.starts[rows], self.nbytes[rows], self.offsets[rows], self.sizes[rows],
+            paths=self.paths,
             algorithm=self.algorithm,
             strides={i: strides[row] for i, row in numbers if row in strides},
             codecs={i: codecs[row] for i, row in numbers if row in codecs},
             **columns,
-        )  # fmt: skip
+        )
 
     def __len__(self) -> int:
         return len(self.starts)
@@ -407,25 +359,7 @@ class TensorEntry:
             CorruptCheckpointError: A slice is outside the shape, or two slices overlap partially.
             IncompleteCheckpointError: Elements are missing.
         """
-        if not self._cut_in_rows():
-            check_boxes(self.name, self.shape, self.slices.offsets, self.slices.sizes)
-
-    def _cut_in_rows(self) -> bool:
-        """Return whether the slices are consecutive blocks of rows that cover the tensor, in order.
-
-        The check is in plain Python, because numpy is slower for a few slices. False may also mean that there are more
-        than `_ROWS_BY_HAND` slices.
-        """
-        if self.slices.is_all_of(self.shape):
-            return True
-        if not self.shape or len(self.slices) > _ROWS_BY_HAND:
-            return False
-        row, inner = 0, list(self.shape[1:])
-        for offsets, sizes in zip(self.slices.offsets.tolist(), self.slices.sizes.tolist(), strict=True):
-            if offsets[0] != row or any(offsets[1:]) or sizes[0] < 0 or sizes[1:] != inner:
-                return False
-            row += sizes[0]
-        return bool(row == self.shape[0])
+        check_boxes(self.name, self.shape, self.slices.offsets, self.slices.sizes)
 
 
 def check_boxes(name: str, shape: tuple[int, ...], offsets: Int64, sizes: Int64) -> None:
@@ -437,16 +371,15 @@ def check_boxes(name: str, shape: tuple[int, ...], offsets: Int64, sizes: Int64)
     # Use Python's integers where 64 bits could overflow, because the shape may be malicious.
     exact = np.int64 if numel * max(1, len(rows)) < 2**63 else object
     covered = int(np.prod(sizes.astype(exact), axis=1).sum()) if len(rows) else 0
-    overlaps = covered > numel
-    if covered == numel:
-        if len(rows) <= _FEW_SLICES or numel == 0:
-            overlaps = overlapping(offsets, sizes)
-        elif len(rows) << len(shape) > _MOST_CORNERS:
+    if covered == numel > 0:
+        cut = np.flatnonzero(((offsets != 0) | (sizes != whole)).any(axis=0))
+        if len(rows) << len(cut) > _MOST_CORNERS:
             raise CorruptCheckpointError(
-                f"tensor {name!r}: {len(rows)} slices in {len(shape)} dimensions; no job writes so many."
+                f"tensor {name!r}: {len(rows)} slices that cut {len(cut)} dimensions; no job writes so many."
             )
-        else:
-            overlaps = not tiles_exactly(offsets, sizes, whole)
+        overlaps = not tiles_exactly(offsets[:, cut], sizes[:, cut], whole[cut])
+    else:
+        overlaps = covered > numel
     if overlaps:
         raise CorruptCheckpointError(f"tensor {name!r}: two of its slices overlap, but are not equal.")
     if covered != numel:

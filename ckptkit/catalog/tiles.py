@@ -177,9 +177,14 @@ class RowCuts:
 
 def check_coverage(entries: Sequence[TensorEntry]) -> None:
     """Do the check of `TensorEntry.check_coverage` for all entries. Fast even for thousands of entries."""
+    for entry in not_in_rows(entries):
+        entry.check_coverage()
+
+
+def not_in_rows(entries: Sequence[TensorEntry]) -> list[TensorEntry]:
+    """Return the tensors whose slices are not consecutive blocks of rows that cover the tensor."""
     cuts = row_cuts([entry.shape for entry in entries], [entry.slices for entry in entries])
-    for index in np.flatnonzero(~cuts.cut).tolist():
-        entries[index].check_coverage()
+    return [entries[index] for index in np.flatnonzero(~cuts.cut).tolist()]
 
 
 def row_cuts(shapes: Sequence[tuple[int, ...]], boxes: Sequence[Boxes]) -> RowCuts:

@@ -8,6 +8,7 @@ from typing import Any
 
 from ckptkit.arguments import Location, check_flags, check_int, location
 from ckptkit.catalog.entry import Catalog, Codec, Digest, ObjectEntry
+from ckptkit.catalog.tiles import not_in_rows
 from ckptkit.digests import CRC, DIGEST, SHA256, hash_of, hex_width
 from ckptkit.errors import (
     CkptkitError,
@@ -182,7 +183,7 @@ def verify(
     uninterpreted = dict(catalog.info.extra.get("opaque", {})) if quick else catalog.opaque()
     lacking = [Problem(path, "", message) for path, message in find_gaps(store, catalog, quick=quick)]
     problems = [*file_problems(store, catalog)]
-    for entry in catalog.in_parts():
+    for entry in not_in_rows(list(catalog.in_parts())):
         try:
             entry.check_coverage()
         except (CorruptCheckpointError, IncompleteCheckpointError) as error:

@@ -13,6 +13,7 @@ from typing import Any
 
 from ckptkit.catalog.box import Box
 from ckptkit.catalog.entry import Catalog, CatalogInfo, Role, SliceArray, TensorEntry, TensorSlice
+from ckptkit.catalog.tiles import not_in_rows
 from ckptkit.errors import CorruptCheckpointError, IncompleteCheckpointError
 from ckptkit.formats.hf.header import SafetensorsHeader, read_headers
 from ckptkit.formats.hf.side_files import SideFiles, find_side_files
@@ -119,7 +120,7 @@ def _entry(name: str, dtype: str, slices: list[TensorSlice]) -> TensorEntry:
 
 def _check_coverage(entries: Mapping[str, TensorEntry], ranks: Mapping[str, int], world_size: int) -> None:
     absent = sorted(set(range(world_size)) - set(ranks.values()))
-    for entry in entries.values():
+    for entry in not_in_rows(list(entries.values())):
         try:
             entry.check_coverage()
         except IncompleteCheckpointError as error:

@@ -560,7 +560,7 @@ class Entries(Mapping[str, TensorEntry]):
             ranks=slices.ranks[rows],
             algorithm=None if digests is None else DIGEST,
             digests=None if digests is None else digests[rows],
-            strides=self._strides(start, stop) if self._strided else None,
+            strides=self._strides(start, stop),
         )
         return TensorEntry(
             name, tensors.dtypes[i], shape, array, tensors.roles[i], tensors.fqns[i], tensors.states[i], tensors.keys[i]
