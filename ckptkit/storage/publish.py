@@ -20,11 +20,11 @@ from ckptkit.storage.staging import (
     exists_already,
     is_abandoned,
     is_interruption,
-    leftover_of,
     leftovers,
     new_nonce,
     owner_files,
     owner_path,
+    read_owner,
     staging_name,
     trash_name,
     write_owner,
@@ -64,17 +64,21 @@ def close_staging(
     if old and replaceable is not None:
         try:
             replaceable(parent, old, ())
-            if old == kept and (trash := drop(parent, kept)) is not None:
-                parent.delete_tree(trash)
+            if old == kept:
+                parent.rename(kept, path)
         except CheckpointExistsError as error:
             if old != kept:
                 parent.rename(old, kept)
                 parent.sync_directory()
             why, place = error.reason or str(error), parent.path_of(name)
             logger.warning("%s was replaced; its old content is kept as %s: %s", place, parent.path_of(kept), why)
-    trash = drop(parent, path)
-    if trash is not None:
-        parent.delete_tree(trash)
+    _delete_staging(parent, path)
+
+
+def _delete_staging(parent: LocalStore, path: str) -> None:
+    """Delete a staging directory and its owner files. If the process is killed, the next command deletes the rest."""
+    Journal(parent.path_of(path)).end()  # Invariant: nobody continues the work in a partly deleted directory.
+    parent.delete_tree(path)
     parent.delete(reversed(owner_files(parent, path)))
 
 
@@ -136,8 +140,7 @@ def drop(parent: LocalStore, name: str) -> str | None:
 
     If the process is killed, `name` is complete or absent, but never partly deleted.
     """
-    leftover = leftover_of(name)
-    target = trash_name(leftover.name if leftover else name, new_nonce())
+    target = trash_name(name, new_nonce())
     try:
         parent.rename(name, target)
     except FileNotFoundError:
@@ -147,19 +150,21 @@ def drop(parent: LocalStore, name: str) -> str | None:
 
 
 def clean_siblings(parent: LocalStore, name: str, *, keep: Leftover | None = None) -> None:
-    """Delete all files and directories of dead writers of `name` under `parent`, except those of `keep`."""
+    """Delete the staging directories and owner files of dead commands that wrote `name`, except those of `keep`.
+
+    What a save or a deletion in a run left stays: only the run can tell the foreign files in it, and keeps them.
+    """
     for leftover in leftovers(parent, name):
-        if (keep is not None and leftover.nonce == keep.nonce) or not is_abandoned(parent, leftover):
+        path = staging_name(leftover.name, leftover.nonce)
+        writer = read_owner(parent, owner_path(path))
+        is_of_a_run = parent.info(owner_path(path)) is None if writer is None else writer.leased
+        if (keep is not None and leftover.nonce == keep.nonce) or is_of_a_run or not is_abandoned(parent, leftover):
             continue
         try:
-            logger.info("removing %s/%s, left by a dead process", parent.url, leftover.path)
-            trash = drop(parent, leftover.path) if leftover.kind == "tmp" else leftover.path
-            if trash is not None:
-                parent.delete_tree(trash)
-            if leftover.kind == "tmp":
-                parent.delete([owner_path(leftover.path)])
+            logger.info("removing %s/%s, left by a dead process", parent.url, path)
+            _delete_staging(parent, path)
         except PermissionError as error:  # the file belongs to a different user; `name` can still be written
-            logger.warning("%s/%s, left by a dead process, could not be removed: %s", parent.url, leftover.path, error)
+            logger.warning("%s/%s, left by a dead process, could not be removed: %s", parent.url, path, error)
 
 
 # --- staging a whole directory or a single file, for convert and reshard

@@ -196,9 +196,8 @@ def test_leftovers_of_a_dead_writer_are_removed(tmp_path):
 
 
 def test_leftovers_without_delete_permission_do_not_block_writers(tmp_path, monkeypatch, caplog):
-    left = tmp_path / ".trash-out-0123456789abcdef"
-    left.mkdir()
-    (left / "model.bin").write_bytes(b"of another user")
+    fork(_dies, str(tmp_path / "out"))
+    left = next(path for path in tmp_path.iterdir() if path.is_dir())
     rmtree = shutil.rmtree
 
     def refused(path: Any) -> None:
@@ -208,7 +207,7 @@ def test_leftovers_without_delete_permission_do_not_block_writers(tmp_path, monk
 
     monkeypatch.setattr(shutil, "rmtree", refused)
     put(tmp_path / "out")
-    assert names(tmp_path) == [left.name, "out"]
+    assert names(tmp_path) == [left.name, f"{left.name}.owner", "out"]
     assert f"{left}, left by a dead process, could not be removed" in caplog.text
 
 

@@ -7,6 +7,7 @@ import errno
 import logging
 import os
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from torch import nn
 
 from ckptkit import RetentionPolicy, TrainState, list_run
-from ckptkit.checkpoint.run import commit, delete, unnamed
+from ckptkit.checkpoint.run import attempt, commit, delete, unnamed
 from ckptkit.checkpoint.run.commit import clean_leftovers
 from ckptkit.checkpoint.run.delete import delete_checkpoint, rotate
 from ckptkit.checkpoint.run.inventory import list_checkpoints
@@ -203,6 +204,26 @@ def test_foreign_files_in_the_trash_of_a_killed_deletion_are_moved_back(run):
     assert check(run) == [2, 3, 4]
     save(run, 1)
     assert (run / "step_00000001" / "notes.txt").exists()
+
+
+def _killed_removal(say: Any, root: str, by: str) -> None:
+    for module in (delete, attempt):
+        module.give_up = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    if by == "delete":
+        delete_checkpoint(open_store(root), "step_00000001", reason="test")
+    else:
+        save(root, 1, overwrite=True)
+
+
+@pytest.mark.parametrize("by", ["delete", "overwrite"])
+def test_a_command_that_writes_to_the_name_of_a_killed_removal_keeps_foreign_files(run, by):
+    step, files = run / "step_00000001", theirs(run / "step_00000001")
+    fork(_killed_removal, str(run), by)
+    assert held(step).keys().isdisjoint(files)  # they are in a hidden directory
+    with publish.stage(str(step), replaceable=lambda *_: None, overwrite=True) as store:
+        store.write("x", b"copied")
+    clean_leftovers(open_store(str(run)))
+    assert held(step) == files | {"x": b"copied"} and leftovers(run) == []
 
 
 def test_foreign_files_in_a_dead_staging_directory_stay_and_are_logged_once(run, caplog):
