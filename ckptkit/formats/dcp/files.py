@@ -6,10 +6,11 @@ import heapq
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -37,7 +38,6 @@ bytes. `digest` covers the payload. `key` is the tensor's number in the rank's t
 
 _PACK = 1 << 20  # small records are joined into writes of this size
 _FILE = 16 << 20  # fewer bytes are not worth an additional file, or an additional request to an object store
-_SMALL_FILE = 1 << 20  # on an object store, a smaller file is merged into a larger one
 _ONE_REQUEST = 216 << 20  # a larger file is uploaded in parts while it is written
 _FILES = 8  # concurrent uploads
 _COPIED_FILES = 4  # concurrent uploads if tensors must be copied, because the copies take up memory
@@ -105,24 +105,20 @@ def write_records(
     started = time.perf_counter()
     lengths = [frame.length for frame in frames] + [len(record) for record in records]
     bins = _bins(lengths, min(workers or default_workers(store, tensors), 1 + sum(lengths) // _FILE))
-    if store.asking_costs:
-        bins = _worth_a_request(bins, lengths)
-    paths = [f"{prefix}{number}.distcp" for number in range(len(bins))]
-    result = Written(paths, {}, np.zeros(len(lengths), ROW))
     turn, free = threading.BoundedSemaphore(_cores()), nullcontext()
-    loads = [sum(lengths[row] for row in rows) for rows in bins]
-    in_turn = [store.asking_costs and load <= _ONE_REQUEST for load in loads]
-    jobs = [
-        FileJob(store, path, number, rows, frames, tensors, records, result, sync, turn if waits else free)
-        for number, (path, rows, waits) in enumerate(zip(paths, bins, in_turn, strict=True))
-    ]
-    if len(jobs) == 1:
-        jobs[0].run()  # the usual case: no threads
-    else:
-        all_of([job.run for job in jobs], len(jobs), name="ckptkit-write")
+    paths, jobs = [f"{prefix}{number}.distcp" for number in range(len(bins))], []
+    for path, rows in zip(paths, bins, strict=True):
+        in_turn = store.asking_costs and sum(lengths[row] for row in rows) <= _ONE_REQUEST
+        items = ((frames[r], tensors[r]) if r < len(frames) else (None, records[r - len(frames)]) for r in rows)
+        jobs.append(partial(_write_file, store, path, items, sync=sync, turn=turn if in_turn else free))
+    done = [jobs[0]()] if len(jobs) == 1 else all_of(jobs, len(jobs), name="ckptkit-write")
+    result = Written(paths, {}, np.zeros(len(lengths), ROW))
+    for number, (path, rows, file) in enumerate(zip(paths, bins, done, strict=True)):
+        result.files[path] = file.record
+        result.rows[rows] = [(-1, number, *place) for place in file.places]
     seconds, nbytes = time.perf_counter() - started, sum(lengths)
-    digest_s = max((job.digest_s for job in jobs), default=0.0)
-    sync_s = max((job.sync_s for job in jobs), default=0.0)
+    digest_s = max((file.digest_s for file in done), default=0.0)
+    sync_s = max((file.sync_s for file in done), default=0.0)
     write_s = max(0.0, seconds - digest_s - sync_s)
     result.phases += [("digest", digest_s, nbytes), ("sync", sync_s, nbytes), ("write", write_s, nbytes)]
     return result
@@ -145,98 +141,78 @@ def _bins(lengths: Sequence[int], count: int) -> list[list[int]]:
     return [found for found in rows if found]
 
 
-def _worth_a_request(bins: list[list[int]], lengths: Sequence[int]) -> list[list[int]]:
-    """Move the records of files smaller than `_SMALL_FILE` to the smallest of the larger files.
-
-    Such small files occur if one tensor is huge.
-    """
-    loads = [sum(lengths[row] for row in rows) for rows in bins]
-    large = [(load, rows) for rows, load in zip(bins, loads, strict=True) if load >= _SMALL_FILE]
-    small = [row for rows, load in zip(bins, loads, strict=True) if load < _SMALL_FILE for row in rows]
-    if not large or not small:
-        return bins
-    min(large)[1].extend(sorted(small, key=lambda row: -lengths[row]))
-    return [rows for _, rows in large]
-
-
-@dataclass(slots=True)
-class FileJob:
-    """Writes one data file.
+class _DataFile(NamedTuple):
+    """A written file.
 
     Attributes:
-        number: The file's index in `result.paths`.
-        rows: Indices of the records to write, in order. Indices below `len(frames)` refer to tensors. Larger indices,
-            minus `len(frames)`, refer to `records`.
-        result: Receives the location of each record.
+        places: Start and length of each record in the file, start of its payload, and the payload's digest.
+        digest_s, sync_s: Seconds spent on hashing large payloads, and on making the file durable.
+    """
+
+    record: FileRecord
+    places: list[tuple[int, int, int, int]]
+    digest_s: float
+    sync_s: float
+
+
+def _write_file(
+    store: Store, path: str, items: Iterable[tuple[RecordFrame | None, Any]], *, sync: bool,
+    turn: AbstractContextManager[object],
+) -> _DataFile:  # fmt: skip
+    """Write one data file, and make the file durable if `sync` is set. A failed write leaves no file.
+
+    Args:
+        items: The records in order: a tensor with its frame, or an object's complete record without a frame.
         turn: A context manager that is held while the file is hashed. If each file is uploaded in a single request,
             this is a semaphore that limits how many files are hashed at once, so that the first files are uploaded
             while other files are hashed.
-        digest_s, sync_s: Seconds spent so far on hashing, and on making the file durable.
     """
-
-    store: Store
-    path: str
-    number: int
-    rows: Sequence[int]
-    frames: Sequence[RecordFrame]
-    tensors: Sequence[torch.Tensor]
-    records: Sequence[bytes]
-    result: Written
-    sync: bool
-    turn: AbstractContextManager[object]
-    digest_s: float = 0.0
-    sync_s: float = 0.0
-
-    def run(self) -> None:
-        """Write the file, and make the file durable if `sync` is set. A failed write leaves no file."""
-        result, clock, source = self.result, time.perf_counter, HostBytes()
-        outline, pending, at = new_hasher(), bytearray(), 0
-        with self.store.writer(self.path, sync=self.sync) as file, self.turn:
-            lend = getattr(file, "lend", None)  # uploads memory without a copy
-            for row in self.rows:
-                if row < len(self.frames):
-                    frame, tensor = self.frames[row], self.tensors[row]
-                    padding = -at % frame.alignment
-                    pending += bytes(padding)
-                    at += padding
-                    payload_at, length = at + len(frame.prefix), frame.length
-                    if not frame.streamed:
-                        payload = source.whole(tensor)
-                        pending += frame.record(payload)
-                        digest = digest_of(payload)
-                    else:
-                        pending += frame.prefix
-                        outline.update(pending)
-                        file.write(pending)
-                        state, crc, sent = new_hasher(), 0, 0
-                        whole = source.at_rest(tensor) if lend is not None else None
-                        for piece in source.pieces(tensor):
-                            before = clock()
-                            state.update(piece)
-                            crc = crc32(piece, crc)
-                            self.digest_s += clock() - before
-                            if lend is None or whole is None:
-                                file.write(piece)
-                            else:
-                                lend(whole, sent, sent + len(piece), owner=tensor)
-                            sent += len(piece)
-                        digest = state.intdigest()
-                        outline.update(digest.to_bytes(8, "little"))
-                        pending = bytearray(frame.suffix(crc))
+    clock, source = time.perf_counter, HostBytes()
+    outline, pending, at, digest_s = new_hasher(), bytearray(), 0, 0.0
+    places: list[tuple[int, int, int, int]] = []
+    with store.writer(path, sync=sync) as file, turn:
+        lend = getattr(file, "lend", None)  # uploads memory without a copy
+        for frame, value in items:
+            if frame is None:
+                payload_at, length, digest = at, len(value), digest_of(value)
+                pending += value
+            else:
+                padding = -at % frame.alignment
+                pending += bytes(padding)
+                at += padding
+                payload_at, length = at + len(frame.prefix), frame.length
+                if not frame.streamed:
+                    payload = source.whole(value)
+                    pending += frame.record(payload)
+                    digest = digest_of(payload)
                 else:
-                    record = self.records[row - len(self.frames)]
-                    payload_at, length, digest = at, len(record), digest_of(record)
-                    pending += record
-                result.rows[row] = (-1, self.number, at, length, payload_at, digest)
-                at += length
-                if len(pending) >= _PACK:
+                    pending += frame.prefix
                     outline.update(pending)
                     file.write(pending)
-                    pending = bytearray()
-            if pending:
+                    state, crc, sent = new_hasher(), 0, 0
+                    whole = source.at_rest(value) if lend is not None else None
+                    for piece in source.pieces(value):
+                        before = clock()
+                        state.update(piece)
+                        crc = crc32(piece, crc)
+                        digest_s += clock() - before
+                        if lend is None or whole is None:
+                            file.write(piece)
+                        else:
+                            lend(whole, sent, sent + len(piece), owner=value)
+                        sent += len(piece)
+                    digest = state.intdigest()
+                    outline.update(digest.to_bytes(8, "little"))
+                    pending = bytearray(frame.suffix(crc))
+            places.append((at, length, payload_at, digest))
+            at += length
+            if len(pending) >= _PACK:
                 outline.update(pending)
                 file.write(pending)
-            written = clock()
-        if not self.store.asking_costs:  # on an object store, the end of the upload counts as writing
-            self.sync_s = clock() - written
-        result.files[self.path] = FileRecord(at, outline.hexdigest(), outlined=True)
+                pending = bytearray()
+        if pending:
+            outline.update(pending)
+            file.write(pending)
+        written = clock()
+    sync_s = 0.0 if store.asking_costs else clock() - written  # on an object store, this would be the upload's end
+    return _DataFile(FileRecord(at, outline.hexdigest(), outlined=True), places, digest_s, sync_s)
