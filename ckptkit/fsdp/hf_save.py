@@ -17,10 +17,11 @@ from torch.distributed.tensor import DTensor
 
 from ckptkit.catalog.box import Box
 from ckptkit.catalog.dtypes import dtype as dtype_of
+from ckptkit.catalog.dtypes import export_dtype
 from ckptkit.catalog.targets import Part, Target
 from ckptkit.checkpoint.run.coordinator import Coordinator, Outcome
-from ckptkit.checkpoint.save.hf_config import adapter_configs, adapters_of, side_files
-from ckptkit.checkpoint.save.stream import open_stream
+from ckptkit.checkpoint.save.hf_config import adapter_configs, adapters_of, config_of, side_files
+from ckptkit.checkpoint.save.stream import LocalSteps, open_stream
 from ckptkit.checkpoint.state.train_state import TrainState
 from ckptkit.errors import UsageError
 from ckptkit.formats.dcp.fill import part_of
@@ -33,8 +34,7 @@ from ckptkit.storage.store import Store
 from ckptkit.units import parse_size
 
 _LAST = (INDEX, "adapter_config.json", "config.json")
-_DTYPES = {"keep": None, "bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-
+_DTYPES = ("keep", "bf16", "fp16", "fp32")
 
 Files = dict[str, list[Target]]  # the tensors of each safetensors file
 
@@ -48,28 +48,14 @@ def save_hf(
     max_shard_size: str | int = "5GB",
     overwrite: bool = False,
 ) -> None:
-    """Write `model` to `url` for `from_pretrained`. All ranks must call this; rank 0 writes.
+    """Write `model`, sharded or not, wrapped or not, to `url` for `from_pretrained`; see `FSDPStrategy.save_model`.
 
-    Each rank holds one full tensor at a time. Tied weights are written once. Stacked experts are written in the Hub's
-    layout. The export includes config.json, generation_config.json and the tokenizer's files. If `model` is a PEFT
-    model, only its adapters are written, for PEFT's `from_pretrained`. To export the whole model, first merge the
-    adapters (`merge_and_unload`).
+    Tied weights are written once. Stacked experts are written in the Hub's layout. The export includes config.json,
+    generation_config.json and the tokenizer's files. If `model` is a PEFT model, only its adapters are written, for
+    PEFT's `from_pretrained`. To export the whole model, first merge the adapters (`merge_and_unload`).
 
     Before anything is written, the names are checked with `from_pretrained` on the meta device. The directory appears
     complete or not at all.
-
-    Args:
-        model: Sharded or not, wrapped or not.
-        url: A path, or anything else that fsspec opens.
-        tokenizer: Any object with a `save_pretrained` method, or None.
-        dtype: The dtype of floating-point tensors in the files: "bf16", "fp16" or "fp32". "keep" casts nothing.
-        max_shard_size: Maximum size of one file.
-        overwrite: Replace the export or checkpoint at `url`. A directory that contains anything else is refused.
-
-    Raises:
-        SaveError: Some tensors of the model have no values, `from_pretrained` would not read all tensors, or a rank
-            failed. All ranks raise the same error.
-        CheckpointExistsError: `url` already exists.
     """
     if dtype not in _DTYPES:
         raise UsageError(f"dtype is {dtype!r}; it must be one of {', '.join(_DTYPES)}.")
@@ -86,24 +72,25 @@ def save_hf(
             tensors, files = source.tensors, _shards(targets, max_bytes)
         else:
             tensors, files = _adapters(source, dtype, coordinator)
-        opened: list[Store] = []
+        store: Store | None = None  # on rank 0
         small: dict[str, bytes] = {}
 
         def open_place() -> None:
+            nonlocal store
             small.update(_small_files(source.model, files, tokenizer))
             names = dict.fromkeys([*small, *files], -1)
             staged = stage(url, replaceable=check_replaceable, overwrite=overwrite, last=_LAST, names=names)
-            opened.append(stack.enter_context(staged))
+            store = stack.enter_context(staged)
 
         coordinator.decide(open_place, f"opening {url}")
-        store = opened[0] if opened else None
         for path, held in files.items():
             outcome = Outcome.of(functools.partial(_write_file, store, path, held, tensors))
             coordinator.settle(outcome, f"writing {path}")
 
         def finish() -> None:
+            assert store is not None
             for path, data in small.items():
-                opened[0].write(path, data)
+                store.write(path, data)
             stack.pop_all().close()
 
         coordinator.decide(finish, f"publishing {url}")
@@ -111,10 +98,9 @@ def save_hf(
 
 def _targets(source: Exported, dtype: str) -> list[Target]:
     """Return the tensors to write, in the Hub's layout and cast to `dtype`."""
-    to_dict = getattr(getattr(source.model, "config", None), "to_dict", None)
     sources = {name: _whole(name, tensor) for name, tensor in source.tensors.items()}
-    mapped = choose_map(sources, config=to_dict() if callable(to_dict) else {}).mapped.targets
-    return [_cast(replace(target, name=name), dtype) for name, target in mapped.items()]
+    mapped = choose_map(sources, config=config_of(source.model)).mapped.targets
+    return [replace(target, name=name, dtype=export_dtype(target.dtype, dtype)) for name, target in mapped.items()]
 
 
 def _adapters(source: Exported, dtype: str, coordinator: Coordinator) -> tuple[dict[str, torch.Tensor], Files]:
@@ -131,7 +117,8 @@ def _adapters(source: Exported, dtype: str, coordinator: Coordinator) -> tuple[d
         tensors[made] = computed.get(made, torch.empty(shape, dtype=getattr(torch, stored)))
     return tensors, {
         f"{folder}adapter_model.safetensors": [
-            _cast(replace(_whole(live, tensors[live]), name=name), dtype) for name, live in names.items()
+            replace(target := _whole(live, tensors[live]), name=name, dtype=export_dtype(target.dtype, dtype))
+            for name, live in names.items()
         ]
         for folder, names in folders.items()
     }
@@ -141,11 +128,6 @@ def _whole(name: str, tensor: torch.Tensor) -> Target:
     box = Box.whole(tuple(tensor.shape))
     stored = str(tensor.dtype).removeprefix("torch.")
     return Target(name, stored, box.sizes, (Part(box, name, box),), stored)
-
-
-def _cast(target: Target, dtype: str) -> Target:
-    wanted = _DTYPES[dtype]
-    return replace(target, dtype=wanted) if wanted and dtype_of(target.dtype).kind == "float" else target
 
 
 def _nbytes(target: Target) -> int:
@@ -164,16 +146,13 @@ def _write_file(store: Store | None, path: str, targets: Sequence[Target], tenso
 
     If writing fails, rank 0 still takes part in all gathers, because the other ranks wait for it.
     """
-    error: Exception | None = None
+    attempt = LocalSteps()
     name, whole = "", torch.empty(0)
     with contextlib.ExitStack() as stack:
         stream = None
         if store is not None:
             head = [TensorToWrite(target.name, target.dtype, target.shape) for target in targets]
-            try:
-                stream = stack.enter_context(open_stream(store, path, head, {"format": "pt"}))
-            except Exception as caught:  # noqa: BLE001  raised below
-                error = caught
+            stream = attempt(lambda: stack.enter_context(open_stream(store, path, head, {"format": "pt"})))
         for target in targets:
             made: torch.Tensor | None = None
             for part in target.parts:
@@ -181,22 +160,17 @@ def _write_file(store: Store | None, path: str, targets: Sequence[Target], tenso
                     whole = torch.empty(0)  # free the tensor before the next one is gathered
                     name, live = part.source, tensors[part.source].detach()
                     whole = live.full_tensor() if isinstance(live, DTensor) else live
-                if stream is None or error is not None:
-                    continue
-                try:
-                    box = part.source_box
-                    made = _filled(made, target, part, part_of(whole, box.offsets, box.sizes))
-                    if part is target.parts[-1]:
-                        stream.write(target.name, made)
-                except Exception as caught:  # noqa: BLE001  raised below
-                    error = caught
-        if error is not None:
-            raise error  # raised inside the stack, so that the file is not finished
+                if stream is not None:
+                    made = attempt(functools.partial(_filled, made, target, part, whole))
+            if stream is not None:
+                attempt(functools.partial(stream.write, target.name, made))  # type: ignore[arg-type]
+        attempt.check()  # inside the stack, so that the file is not finished
 
 
-def _filled(made: torch.Tensor | None, target: Target, part: Part, value: torch.Tensor) -> torch.Tensor:
-    """Copy `value` into the host tensor for `target`. The first call for a target creates this tensor."""
+def _filled(made: torch.Tensor | None, target: Target, part: Part, whole: torch.Tensor) -> torch.Tensor:
+    """Copy a part of `whole` into the host tensor for `target`. The first call for a target creates this tensor."""
     dtype = getattr(torch, target.dtype)
+    value = part_of(whole, part.source_box.offsets, part.source_box.sizes)
     if len(target.parts) == 1 and part.is_plain:
         return value.reshape(target.shape).to("cpu", dtype)
     made = torch.empty(target.shape, dtype=dtype) if made is None else made

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptkit.catalog.box import Box
 from ckptkit.catalog.dtypes import dtype as dtype_of
-from ckptkit.checkpoint.save.stream import SafetensorsStream, open_stream, phases_of
+from ckptkit.checkpoint.save.stream import LocalSteps, SafetensorsStream, open_stream, phases_of
 from ckptkit.checkpoint.state.local_part import (
     PartView,
     ShardLayout,
@@ -158,17 +158,15 @@ class FullTensors:
         memory = dict(zip(self.views, self.tensors if tensors is None else tensors, strict=True))
         started = time.perf_counter()
         streams: dict[str, SafetensorsStream] = {}
-        failure: Exception | None = None
+        attempt = LocalSteps()
         with ExitStack() as stack:
             pool = stack.enter_context(WorkerPool(1, thread_name_prefix="ckptkit-full"))
-            try:
-                for file in self.files:
-                    if file.writer == self.rank:
-                        opening = open_stream(store, file.path, file.items, {"format": "pt"}, sync=sync)
-                        streams[file.path] = stack.enter_context(opening)
-            except Exception as error:  # noqa: BLE001  `_Transfer.run` raises it after the communication
-                failure = error
-            _Transfer(self, memory, streams, pool, failure).run()
+            for file in self.files:
+                if file.writer == self.rank:
+                    opening = open_stream(store, file.path, file.items, {"format": "pt"}, sync=sync)
+                    if (stream := attempt(partial(stack.enter_context, opening))) is not None:
+                        streams[file.path] = stream
+            _Transfer(self, memory, streams, pool, attempt).run()
         written = {path: stream.written for path, stream in streams.items()}
         slices = [
             PlainSlice(
@@ -285,47 +283,33 @@ class _Transfer:
     """Gathers and writes every tensor. All ranks process the tensors in the same order, so messages need no names.
 
     A writer holds two tensors in memory: the one that is being gathered, and the one that is being written. If a rank
-    fails (disk full, out of memory), it continues to send and receive, and raises the error at the end. The other ranks
-    then do not have to wait for the timeout.
+    fails (disk full, out of memory), it continues to send and receive, and raises the error at the end.
     """
 
     plan: FullTensors
     memory: Mapping[str, torch.Tensor]
     streams: Mapping[str, SafetensorsStream]
     pool: WorkerPool
-    failure: Exception | None
+    attempt: LocalSteps
     writing: Future[None] | None = None
 
     def run(self) -> None:
         """Gather and write all tensors. Raises this rank's first error."""
         for file, item in _order(self.plan.files):
             if file.writer == self.plan.rank:
-                whole = self._try(partial(_target, self.plan, item, self.memory.get(item.key)))
+                whole = self.attempt(partial(_target, self.plan, item, self.memory.get(item.key)))
                 for piece in item.pieces:
                     if piece.rank != self.plan.rank:
                         _receive(self.plan, item, piece, whole)
-                self._try(partial(self._write, file, item, whole))
+                self.attempt(partial(self._write, file, item, whole))
             else:
                 for piece in item.pieces:
                     if piece.rank == self.plan.rank:
                         self._send(item, piece, file.writer)
-        self._try(self._written)
-        if self.failure is not None:
-            raise self.failure
+        self.attempt(self._written)
+        self.attempt.check()
 
-    def _try(self, step: Callable[[], Any]) -> Any:
-        """Run a step that does not communicate. Does nothing if an earlier step failed.
-
-        If this step fails, `run` raises the error at the end.
-        """
-        if self.failure is None:
-            try:
-                return step()
-            except Exception as error:  # noqa: BLE001  `run` raises it
-                self.failure = error
-        return None
-
-    def _write(self, file: _File, item: _Item, whole: torch.Tensor) -> None:
+    def _write(self, file: _File, item: _Item, whole: Any) -> None:
         own = self.memory.get(item.key)
         for piece in item.pieces:
             if piece.rank == self.plan.rank and own is not None and whole is not own:
@@ -347,7 +331,7 @@ class _Transfer:
             return row_major(part).to("cpu").view(-1).view(torch.uint8)
 
         for tile in _tiles(piece.box, item):
-            part = self._try(partial(sendable, tile))
+            part = self.attempt(partial(sendable, tile))
             if part is None:
                 part = torch.zeros(tile.numel * dtype_of(item.dtype).itemsize, dtype=torch.uint8)
             dist.send(part, group_dst=writer, group=self.plan.group)

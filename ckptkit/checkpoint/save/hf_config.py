@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 import tempfile
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,12 @@ def side_files(state: TrainState) -> dict[str, bytes]:
         if callable(getattr(generation, "to_json_string", None)):
             files[f"{folder}generation_config.json"] = generation.to_json_string().encode()
     return files
+
+
+def config_of(module: Any) -> Mapping[str, Any]:
+    """Return a transformers model's config as a dict. Returns {} for any other module."""
+    to_dict = getattr(getattr(module, "config", None), "to_dict", None)
+    return to_dict() if callable(to_dict) else {}
 
 
 def pretrained_class(module: Any) -> Any:

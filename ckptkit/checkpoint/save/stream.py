@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from ckptkit.digests import new_hasher
 from ckptkit.formats.dcp.host_bytes import HostBytes
@@ -18,6 +18,8 @@ from ckptkit.storage.store import BlobWriter, Store
 
 if TYPE_CHECKING:
     import torch
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -103,3 +105,28 @@ def phases_of(files: Sequence[WrittenFile], seconds: float) -> list[tuple[str, f
     spent = {phase: sum(item.seconds[phase] for item in files) for phase in ("digest", "sync")}
     spent["write"] = max(0.0, seconds - sum(spent.values()))
     return [(phase, part, nbytes) for phase, part in spent.items()]
+
+
+@dataclass(slots=True)
+class LocalSteps:
+    """Runs a rank's own steps between messages to other ranks. After the first error, runs no further steps.
+
+    The rank continues to send and receive, so that the other ranks do not wait for the timeout. `check` then raises the
+    error.
+    """
+
+    failure: Exception | None = None
+
+    def __call__(self, step: Callable[[], T]) -> T | None:
+        """Return the result of a step that does not communicate, or None if this step or an earlier one failed."""
+        if self.failure is None:
+            try:
+                return step()
+            except Exception as error:  # noqa: BLE001  `check` raises it
+                self.failure = error
+        return None
+
+    def check(self) -> None:
+        """Raise the first error, if there was one."""
+        if self.failure is not None:
+            raise self.failure

@@ -135,7 +135,7 @@ def test_load_hf_refuses_different_weights_for_one_tied_tensor_on_every_rank(tmp
         save_file(source.state_dict(), f"{tmp_path}/model.safetensors")
     dist.barrier()
     before = model.embed.weight.to_local().clone()
-    with pytest.raises(CheckpointMismatchError, match=r"embed\.weight and head\.weight"):
+    with pytest.raises(CheckpointMismatchError, match=r"embed\.weight and model\.head\.weight"):
         load_hf(model, str(tmp_path))
     assert torch.equal(model.embed.weight.to_local(), before)
     dist.barrier()
