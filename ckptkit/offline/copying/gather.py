@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import OrderedDict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -221,6 +222,32 @@ class Gatherer:
                 while sum(map(len, self._kept.values())) > self.max_bytes // 8:
                     self._kept.popitem(last=False)
         return infinite + tensor.compute(found, out)
+
+
+def bounding(boxes: Sequence[Box]) -> Box:
+    """Return the smallest box that contains all of these boxes."""
+    offsets = tuple(map(min, zip(*(box.offsets for box in boxes), strict=True)))
+    stops = tuple(map(max, zip(*(box.stops for box in boxes), strict=True)))
+    return Box(offsets, tuple(b - a for a, b in zip(offsets, stops, strict=True)))
+
+
+def cuts(data: Bytes, tile: Box, boxes: Sequence[Box], itemsize: int) -> Iterator[tuple[int, int, Bytes]]:
+    """Yield the part of a tile in each box that overlaps it: the box's index, the part's offset in the box, its bytes.
+
+    `data` are the tile's bytes. If tiles come in row-major order, so do the parts of each box.
+    """
+    for index, box in enumerate(boxes):
+        shared = tile.intersect(box)
+        if shared is None:
+            continue
+        inside = shared.relative_to(tile)
+        first = inside.flat_start(tile.sizes) * itemsize
+        if inside.is_contiguous_in(tile.sizes):
+            part = data[first : first + shared.numel * itemsize]
+        else:
+            view = strided(data, first, shared.sizes, row_major_strides(tile.sizes), itemsize)
+            part = np.ascontiguousarray(view).reshape(-1).view(np.uint8)
+        yield index, shared.relative_to(box).flat_start(box.sizes) * itemsize, part
 
 
 def _nbytes(tensor: OutputTensor) -> int:
