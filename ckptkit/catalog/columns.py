@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -114,3 +115,90 @@ def _steps(places: UInt64, key: UInt64) -> UInt64:
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return np.atleast_1d((z ^ (z >> np.uint64(31))).sum(dtype=np.uint64))
+
+
+@dataclass(eq=False, repr=False, slots=True)
+class BoxTable:
+    """The boxes of several tensors as columns, in the order of the tensors.
+
+    Attributes:
+        ndims: [t] the number of dimensions of each tensor.
+        stops: [t] the index after each tensor's last box.
+        offsets, sizes: Offsets and sizes of each box, concatenated over all boxes.
+        starts: [t] the index of each tensor's first box.
+        owners: [n] the index of each box's tensor.
+        elements: [n + 1] where the numbers of each box start in `offsets` and `sizes`, then the end of the last box.
+    """
+
+    ndims: Int64
+    stops: Int64
+    offsets: Int64
+    sizes: Int64
+    starts: Int64 = field(init=False)
+    owners: Int64 = field(init=False)
+    elements: Int64 = field(init=False)
+
+    def __post_init__(self) -> None:
+        counts = np.diff(self.stops, prepend=0)
+        self.starts, self.owners = self.stops - counts, np.repeat(np.arange(len(counts)), counts)
+        self.elements = np.concatenate([[0], np.cumsum(self.ndims[self.owners])])
+
+    def of(self, tensor: int) -> tuple[slice, Int64, Int64]:
+        """Return the index range of a tensor's boxes, and their offsets and sizes ([k, ndim])."""
+        start, stop = self.starts.item(tensor), self.stops.item(tensor)
+        numbers = slice(self.elements.item(start), self.elements.item(stop))
+        shape = stop - start, self.ndims.item(tensor)
+        return slice(start, stop), self.offsets[numbers].reshape(shape), self.sizes[numbers].reshape(shape)
+
+    def box(self, row: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the offsets and the sizes of one box."""
+        numbers = slice(self.elements.item(row), self.elements.item(row + 1))
+        return tuple(self.offsets[numbers].tolist()), tuple(self.sizes[numbers].tolist())
+
+    def owner_of(self, number: int) -> int:
+        """Return the index of the tensor to which an item of `offsets` or `sizes` belongs."""
+        return self.owners.item(int(np.searchsorted(self.elements, number, side="right")) - 1)
+
+    def take(self, keep: Bool) -> BoxTable:
+        """Return the boxes that a mask selects, of the same tensors."""
+        wide, counts = (
+            np.repeat(keep, self.ndims[self.owners]),
+            np.bincount(self.owners[keep], minlength=len(self.stops)),
+        )
+        return BoxTable(self.ndims, np.cumsum(counts, dtype=np.int64), self.offsets[wide], self.sizes[wide])
+
+    def extents(self, shapes: Int64) -> Int64:
+        """Return, for each item of `sizes`, the size of the whole tensor in the same dimension.
+
+        `shapes` contains the shapes of all tensors, one after the other.
+        """
+        firsts = np.cumsum(self.ndims) - self.ndims
+        steps = firsts[self.owners] - self.elements[:-1]
+        found: Int64 = shapes[np.arange(len(self.sizes)) + np.repeat(steps, self.ndims[self.owners])]
+        return found
+
+    def in_rows(self, shapes: Int64) -> tuple[Bool, Int64, Int64]:
+        """Return, for each tensor, whether its boxes are consecutive blocks of rows that cover the tensor, [t].
+
+        Also returns the first row and the number of rows of each box, [n]. A scalar counts as one row. `shapes`
+        contains the shapes of all tensors, one after the other.
+        """
+        extents, owners, has_rows = self.extents(shapes), self.owners, self.ndims > 0
+        cut = np.concatenate([[0], np.cumsum((self.offsets != 0) | (self.sizes != extents))])
+        wide, begin = has_rows[owners], self.elements[:-1]
+        fits = cut[begin + wide] == cut[self.elements[1:]]  # only the first dimension may be cut
+        first, rows, height = np.zeros(len(owners), np.int64), np.ones(len(owners), np.int64), np.ones_like(owners)
+        for column, values in ((first, self.offsets), (rows, self.sizes), (height, extents)):
+            column[wide] = values[begin[wide]]
+        # Don't compare `first + rows` with `height`: the sum could overflow.
+        fits &= (first >= 0) & (rows >= 0) & (first <= height) & (rows <= height - first)
+        ends, counts = first + rows, self.stops - self.starts
+        expected = np.append(0, ends)[:-1]
+        expected[self.starts[counts > 0]] = 0
+        fits &= first == expected
+        found = counts > 0
+        found[found] = ends[self.stops[found] - 1] == height[self.stops[found] - 1]
+        found[owners[~fits]] = False
+        without = has_rows & (counts == 0)
+        found[without] = shapes[(np.cumsum(self.ndims) - self.ndims)[without]] == 0
+        return found, first, rows

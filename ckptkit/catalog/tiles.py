@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from ckptkit.catalog.columns import distinct_boxes, row_major
+from ckptkit.catalog.columns import BoxTable, distinct_boxes, row_major
 from ckptkit.catalog.entry import SliceArray, TensorEntry
 
 Int64 = npt.NDArray[np.int64]
@@ -190,62 +191,23 @@ def not_in_rows(entries: Sequence[TensorEntry]) -> list[TensorEntry]:
 def row_cuts(shapes: Sequence[tuple[int, ...]], boxes: Sequence[Boxes]) -> RowCuts:
     """Return the `RowCuts` of tensors with these shapes and boxes."""
     counts = np.fromiter(map(len, boxes), np.int64, len(boxes))
-    ndims = np.fromiter(map(len, shapes), np.int64, len(shapes))
+    whole = np.fromiter((item.is_all_of(shape) for item, shape in zip(boxes, shapes, strict=True)), bool, len(boxes))
     bounds = np.concatenate([[0], np.cumsum(counts)])
     offsets, sizes = np.zeros(int(bounds[-1]), np.int64), np.ones(int(bounds[-1]), np.int64)
-    cut = (ndims == 0) & (counts == 1)
-    whole = np.fromiter((item.is_all_of(shape) for item, shape in zip(boxes, shapes, strict=True)), bool, len(boxes))
-    for index in np.flatnonzero(whole & ~cut).tolist():
-        sizes[bounds[index]], cut[index] = shapes[index][0], True
-    for ndim in sorted(set(ndims[~cut].tolist()) - {0}):
-        chosen = np.flatnonzero((ndims == ndim) & ~cut)
-        members = [boxes[index] for index in chosen.tolist()]
-        try:
-            wanted = np.array([shapes[index] for index in chosen.tolist()], np.int64)
-        except OverflowError:
-            continue  # a size exceeds 64 bits: none of these tensors count as cut
-        owners = np.repeat(np.arange(len(chosen)), counts[chosen])
-        if len(owners):
-            low = np.concatenate([item.offsets for item in members])
-            size = np.concatenate([item.sizes for item in members])
-        else:
-            low = size = np.zeros((0, ndim), np.int64)
-        cut[chosen] = are_rows(owners, low, size, wanted)
-        rows = np.repeat(bounds[chosen] - _before(counts[chosen]), counts[chosen]) + np.arange(len(owners))
-        offsets[rows], sizes[rows] = low[:, 0], size[:, 0]
+    for index in np.flatnonzero(whole).tolist():
+        sizes[bounds[index]] = shapes[index][0] if shapes[index] else 1
+    # If a size exceeds 64 bits, the tensor does not count as cut.
+    rest = np.array([i for i in np.flatnonzero(~whole).tolist() if max(shapes[i], default=0) >> 63 == 0], np.int64)
+    members, nothing = [boxes[i] for i in rest.tolist()], np.zeros(0, np.int64)
+    table = BoxTable(
+        np.array([len(shapes[i]) for i in rest.tolist()], np.int64),
+        np.cumsum(counts[rest]),
+        np.concatenate([nothing, *(item.offsets.reshape(-1) for item in members)]),
+        np.concatenate([nothing, *(item.sizes.reshape(-1) for item in members)]),
+    )
+    flat = np.fromiter(chain.from_iterable(shapes[i] for i in rest.tolist()), np.int64)
+    cut, examined = whole.copy(), np.zeros(len(boxes), bool)
+    examined[rest] = True
+    rows = np.repeat(examined, counts)
+    cut[rest], offsets[rows], sizes[rows] = table.in_rows(flat)
     return RowCuts(cut, bounds, offsets, sizes)
-
-
-def are_rows(owners: Int64, low: Int64, size: Int64, shapes: Int64) -> Bool:
-    """Return, for each tensor, whether its boxes are consecutive blocks of rows that cover the tensor, [t].
-
-    All tensors must have the same `ndim`.
-
-    Args:
-        owners: The index of each box's tensor, [n].
-        low: The offsets of the boxes, [n, ndim].
-        size: The sizes of the boxes, [n, ndim].
-        shapes: The shapes of the tensors, [t, ndim].
-    """
-    shape = shapes[owners]
-    fits = ((low[:, 1:] == 0) & (size[:, 1:] == shape[:, 1:])).all(axis=1)
-    begin, height = low[:, 0], shape[:, 0]
-    # Don't compare `begin + size` with `height`: the sum could overflow.
-    fits &= (begin >= 0) & (size[:, 0] >= 0) & (begin <= height) & (size[:, 0] <= height - begin)
-    ends = begin + size[:, 0]
-    first = np.ones(len(owners), bool)
-    first[1:] = owners[1:] != owners[:-1]
-    fits &= begin == np.where(first, 0, np.append(0, ends[:-1])[: len(ends)])
-    last = np.append(first[1:], True)[: len(first)]
-    fits &= ~last | (ends == height)
-    cut = np.ones(len(shapes), bool)
-    cut[owners[~fits]] = False
-    empty = np.ones(len(shapes), bool)
-    empty[owners] = False
-    result: Bool = cut & (~empty | (shapes[:, 0] == 0))
-    return result
-
-
-def _before(counts: Int64) -> Int64:
-    result: Int64 = np.cumsum(counts) - counts
-    return result

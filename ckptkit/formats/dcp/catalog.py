@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ckptkit.catalog.columns import BoxTable, products
 from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.catalog.entry import Catalog, CatalogInfo, Codec, ObjectEntry, Role, TensorEntry
 from ckptkit.catalog.tiles import check_coverage
@@ -401,6 +402,8 @@ class _Builder:
             huge = (any(abs(n) >> 63 for n in chain(*item.offsets, *item.sizes)) for item in rows)
             name = next(compress(self.rows, huge), "")
             raise CorruptCheckpointError(f"{self._source}: a part of {name!r:.80} is out of range.") from None
+        ndims = np.array([len(item.shape) for item in rows], np.int64)
+        stops = np.cumsum([len(item.starts) for item in rows], dtype=np.int64)
         return Items(
             self.store,
             self.files.paths,
@@ -408,14 +411,11 @@ class _Builder:
             list(self.rows),
             [item.dtype for item in rows],
             [item.shape for item in rows],
-            np.array([len(item.shape) for item in rows], np.int64),
-            np.cumsum([0, *(len(item.starts) for item in rows)]),
+            BoxTable(ndims, stops, offsets, sizes),
             column("files", np.int32),
             column("starts", np.int64),
             column("lengths", np.int64),
             column("zstd", np.bool_),
-            offsets,
-            sizes,
         )
 
     def _tensors(self, items: Items, roles: RoleTable) -> dict[str, TensorEntry]:
@@ -460,22 +460,20 @@ class _Builder:
             The number of elements of each slice, and an error for each tensor that has too few bytes. The caller must
             raise the error, unless the tensor's class packs several values into a byte.
         """
-        owners, numels = items.owners, items.numels()
-        negative = np.flatnonzero(items.sizes < 0)
+        boxes, owners = items.boxes, items.boxes.owners
+        numels = products(boxes.sizes.astype(np.float64), boxes.ndims[owners])  # floats, which can't overflow
+        negative = np.flatnonzero(boxes.sizes < 0)
         if len(negative):
-            row = int(np.searchsorted(items.elements, negative[0], side="right")) - 1
-            name = items.names[int(owners[row])]
+            name = items.names[boxes.owner_of(negative[0])]
             raise CorruptCheckpointError(f"{self._source}: a part of {name!r:.80} has a negative size.")
         itemsizes = np.array([dtype_of(dtype).itemsize for dtype in items.dtypes], np.float64)
         wanted = numels * itemsizes[owners] if len(owners) else numels
         bad = np.flatnonzero(~items.zstd & (wanted > items.lengths))
-        at = items.elements
         short: dict[str, CorruptCheckpointError] = {}
         for row in bad.tolist():
             name, path = items.names[int(owners[row])], self.files.paths[int(items.files[row])]
-            sizes = items.sizes[int(at[row]) : int(at[row + 1])].tolist()
             error = CorruptCheckpointError(
-                f"{self._source}: the part of {name!r:.80} of sizes {sizes} needs {wanted[row]:.0f} "
+                f"{self._source}: the part of {name!r:.80} of sizes {list(boxes.box(row)[1])} needs {wanted[row]:.0f} "
                 f"bytes, but {path} stores {int(items.lengths[row])} for it."
             )
             if wanted[row] > _MOST_PACKED * items.lengths[row]:

@@ -14,10 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptkit.catalog.box import Box
-from ckptkit.catalog.columns import first_of_equal, products
+from ckptkit.catalog.columns import BoxTable, first_of_equal, products
 from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.catalog.entry import CatalogInfo, Digest, MeshInfo, ObjectEntry, check_boxes
-from ckptkit.catalog.tiles import are_rows
 from ckptkit.digests import DIGEST, hex_digest_of, new_hasher, signature_of
 from ckptkit.errors import CorruptCheckpointError, SaveError
 from ckptkit.formats.dcp.files import ROW, Phase, Written
@@ -166,13 +165,9 @@ class SaveIndex:
         self._numbers: dict[str, int] = {}  # each name's position in `_keys`
         self._tables: dict[bytes, tuple[Int64, list[int]]] = {}  # by digest: numbers of the keys, numbers of the meshes
         self._objects: dict[str, _Object] = {}
-        self._widths: Int64 = np.zeros(0, np.int64)  # each tensor's number of dimensions
-        self._tensor: Int64 = np.zeros(0, np.int64)
-        self.stops: Int64 = np.zeros(0, np.int64)
+        self.boxes = BoxTable(*(np.zeros(0, np.int64) for _ in range(4)))
         self._rows: npt.NDArray[np.void] = np.zeros(0, ROW)
         self._ranks: npt.NDArray[np.int32] = np.zeros(0, np.int32)
-        self._offsets: Int64 = np.zeros(0, np.int64)
-        self._sizes: Int64 = np.zeros(0, np.int64)
         self._spares: list[Spare] = []
 
     @classmethod
@@ -216,17 +211,15 @@ class SaveIndex:
 
     def _arrange(self, found: Sequence[RankSlices]) -> None:
         """Sort the slices of all ranks by tensor. The slices of one tensor stay in rank order."""
-        widths = self._widths = np.fromiter((len(key.shape) for key in self._keys.values()), np.int64, len(self._keys))
+        widths = np.fromiter((len(key.shape) for key in self._keys.values()), np.int64, len(self._keys))
         empty = RankSlices(np.zeros(0, np.int64), np.zeros(0, ROW), np.zeros(0, np.int64), 0, 0)
         found = [empty, *found]
         lengths = [len(item.rows) for item in found]
         tensors = np.concatenate([item.tensors for item in found])
-        # numpy's stable sort is a radix sort for 16-bit integers, but slower for wider ones.
-        order = np.argsort(tensors.astype(np.uint16) if len(widths) <= 1 << 16 else tensors, kind="stable")
+        order = np.argsort(tensors, kind="stable")
         ndims = widths[tensors]
         begins = (2 * (np.cumsum(ndims) - ndims))[order]  # where each row's offsets start in `boxes`
-        self._tensor, ndims = tensors[order], ndims[order]
-        self.stops = np.cumsum(np.bincount(self._tensor, minlength=len(widths)), dtype=np.int64)
+        ndims, counts = ndims[order], np.bincount(tensors, minlength=len(widths))
         rows = np.concatenate([item.rows for item in found])
         rows["file"] += np.repeat(np.array([item.first_path for item in found], np.int32), lengths)
         self._rows = rows[order]
@@ -235,7 +228,8 @@ class SaveIndex:
         boxes = np.concatenate([item.boxes for item in found])
         total = np.cumsum(ndims)
         source = np.arange(int(total[-1]) if len(total) else 0) + np.repeat(begins - total + ndims, ndims)
-        self._offsets, self._sizes = boxes[source], boxes[source + np.repeat(ndims, ndims)]
+        sizes = boxes[source + np.repeat(ndims, ndims)]
+        self.boxes = BoxTable(widths, np.cumsum(counts, dtype=np.int64), boxes[source], sizes)
 
     def _take(self, part: RankPart, rank: int) -> RankSlices:
         """Return a rank's slices, and add the rank's keys, objects and files to the index."""
@@ -288,13 +282,11 @@ class SaveIndex:
             SaveError: A tensor's slices do not cover each element exactly once. This happens if a rank's placements do
                 not match the elements that the rank holds.
         """
-        plain = self._cut_in_rows()
-        if all(plain):
-            return
-        keep = np.ones(len(self._tensor), bool)
-        for (key, rows, offsets, sizes), is_plain in zip(self.entries(), plain, strict=True):
-            if is_plain:
-                continue
+        shapes = np.array([size for key in self._keys.values() for size in key.shape], np.int64)
+        others = np.flatnonzero(~self.boxes.in_rows(shapes)[0]).tolist()
+        keys, keep = list(self._keys.values()) if others else [], np.ones(len(self._rows), bool)
+        for tensor in others:
+            key, (rows, offsets, sizes) = keys[tensor], self.boxes.of(tensor)
             boxes = np.concatenate([offsets, sizes], axis=1)
             kept, first = np.arange(len(boxes)), None
             if len(boxes) > 1:
@@ -322,58 +314,18 @@ class SaveIndex:
         columns = (self._rows["file"], self._rows["payload"], self._nbytes(), self._rows["digest"])
         dropped = zip(*(column[~keep].tolist() for column in columns), strict=True)
         self._spares = [(self.paths[file], at, size, digest) for file, at, size, digest in dropped if size >= LEAST]
-        elements = np.repeat(keep, self._widths[self._tensor])
-        self._offsets, self._sizes = self._offsets[elements], self._sizes[elements]
-        self._tensor, self._rows, self._ranks = self._tensor[keep], self._rows[keep], self._ranks[keep]
-        self.stops = np.cumsum(np.bincount(self._tensor, minlength=len(self._keys)), dtype=np.int64)
-
-    def _cut_in_rows(self) -> list[bool]:
-        """Return, for each tensor, whether the slices are consecutive blocks of rows that add up to the whole tensor.
-
-        Checks all tensors at once.
-        """
-        shapes, widths = [key.shape for key in self._keys.values()], self._widths
-        ndims = widths[self._tensor]
-        begins = np.cumsum(ndims) - ndims
-        found = (widths == 0) & (np.diff(self.stops, prepend=0) == 1)
-        for ndim in sorted(set(widths.tolist()) - {0}):
-            alike, rows = np.flatnonzero(widths == ndim), np.flatnonzero(ndims == ndim)
-            index = begins[rows][:, None] + np.arange(ndim)
-            owners = np.searchsorted(alike, self._tensor[rows])
-            whole = np.array([shapes[i] for i in alike.tolist()], np.int64)
-            found[alike] = are_rows(owners, self._offsets[index], self._sizes[index], whole)
-        plain: list[bool] = found.tolist()
-        return plain
-
-    # --- contents
-
-    def entries(self) -> Iterator[tuple[PlannedKey, slice, Int64, Int64]]:
-        """Yield each tensor's key, the index range of its slices, and the offsets and sizes of these slices."""
-        start, element = 0, 0
-        for key, stop in zip(self._keys.values(), self.stops.tolist(), strict=True):
-            ndim = len(key.shape)
-            end = element + (stop - start) * ndim
-            box = (stop - start, ndim)
-            yield (
-                key,
-                slice(start, stop),
-                self._offsets[element:end].reshape(box),
-                self._sizes[element:end].reshape(box),
-            )
-            start, element = stop, end
+        self.boxes, self._rows, self._ranks = self.boxes.take(keep), self._rows[keep], self._ranks[keep]
 
     # --- files
 
     def metadata(self, checkpoint_id: str, save_id: str) -> Iterator[bytes]:
         """Yield the bytes of `.metadata`."""
         places = self._rows
-        tensors = [
-            RecordColumns(
-                key.name, key.dtype, key.shape, offsets, sizes,
-                places["file"][rows], places["start"][rows], places["length"][rows],
-            )
-            for key, rows, offsets, sizes in self.entries()
-        ]  # fmt: skip
+        tensors = []
+        for tensor, key in enumerate(self._keys.values()):
+            rows, offsets, sizes = self.boxes.of(tensor)
+            columns = (places[name][rows] for name in ("file", "start", "length"))
+            tensors.append(RecordColumns(key.name, key.dtype, key.shape, offsets, sizes, *columns))
         objects = {name: found.place for name, found in self._objects.items()}
         return MetadataPickle(tensors, self.paths, objects, self._key_paths(), checkpoint_id, save_id).chunks()
 
@@ -398,7 +350,7 @@ class SaveIndex:
             [key.name for key in keys],
             [key.dtype for key in keys],
             [key.shape for key in keys],
-            self.stops,
+            self.boxes.stops,
             [found[0] for found in roles],
             [found[1] for found in roles],
             [found[2] for found in roles],
@@ -406,7 +358,7 @@ class SaveIndex:
             np.array(chosen, np.int32),
         )
         files_, starts, digests = (np.ascontiguousarray(self._rows[name]) for name in ("file", "payload", "digest"))
-        slices = Slices(files_, starts, self._nbytes(), self._offsets, self._sizes, self._ranks, digests)
+        slices = Slices(files_, starts, self._nbytes(), self.boxes.offsets, self.boxes.sizes, self._ranks, digests)
         fields: dict[str, Any] = {"save_id": save_id}
         if METADATA_NAME in self.files:  # a reader checks whether another writer has replaced `.metadata`
             fields["digests"] = {path: item.digest for path, item in self.files.items()}
@@ -432,7 +384,7 @@ class SaveIndex:
 
     def _nbytes(self) -> Int64:
         itemsizes = np.array([dtype_of(key.dtype).itemsize for key in self._keys.values()], np.int64)
-        found: Int64 = itemsizes[self._tensor] * products(self._sizes, self._widths[self._tensor])
+        found: Int64 = itemsizes[self.boxes.owners] * products(self.boxes.sizes, self.boxes.ndims[self.boxes.owners])
         return found
 
 

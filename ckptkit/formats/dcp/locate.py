@@ -11,14 +11,14 @@ from __future__ import annotations
 import math
 import struct
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from ckptkit.catalog.columns import products
+from ckptkit.catalog.columns import BoxTable
 from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.catalog.entry import Codec, Role, SliceArray
 from ckptkit.digests import CRC
@@ -60,15 +60,10 @@ class Items:
 
     Attributes:
         ranks: Rank that wrote each file.
-        ndims: [t] number of dimensions.
-        bounds: [t + 1] the slices of tensor i are the rows [bounds[i], bounds[i + 1]).
+        boxes: The box of each slice. A slice is a row of this table.
         files: [n] number of the data file that contains the item.
         places, lengths: [n] byte range of the item in the data file.
         zstd: [n] True if the item is compressed.
-        offsets, sizes: Offsets and sizes of each slice, concatenated over all slices.
-        owners: [n] number of the tensor that the slice belongs to.
-        elements: [n + 1] start of each slice's numbers in `offsets` and `sizes`, followed by the end of the last slice.
-        firsts, boxes: For each tensor, the first row, and the start of the tensor's numbers in `offsets` and `sizes`.
         starts, nbytes, digests, digest_starts, digest_nbytes: See `SliceArray`. Filled in when a slice is located.
         checked: [n] True if the slice has a digest.
         strides, codecs: See `SliceArray`. Stored by tensor number.
@@ -81,18 +76,11 @@ class Items:
     names: list[str]
     dtypes: list[str]
     shapes: list[tuple[int, ...]]
-    ndims: Int64
-    bounds: Int64
+    boxes: BoxTable
     files: Int32
     places: Int64
     lengths: Int64
     zstd: npt.NDArray[np.bool_]
-    offsets: Int64
-    sizes: Int64
-    owners: Int64 = field(init=False)
-    elements: Int64 = field(init=False)
-    firsts: list[int] = field(init=False)
-    boxes: list[int] = field(init=False)
     starts: Int64 = field(init=False)
     nbytes: Int64 = field(init=False)
     digests: UInt64 = field(init=False)
@@ -105,31 +93,25 @@ class Items:
 
     def __post_init__(self) -> None:
         count = len(self.files)
-        self.owners = np.repeat(np.arange(len(self.names)), np.diff(self.bounds))
-        self.elements = np.concatenate([[0], np.cumsum(self.ndims[self.owners])])
-        self.firsts, self.boxes = self.bounds.tolist(), self.elements[self.bounds].tolist()
         self.starts, self.nbytes, self.digest_starts, self.digest_nbytes = (np.zeros(count, np.int64) for _ in range(4))
         self.digests, self.checked = np.zeros(count, np.uint64), np.zeros(count, bool)
 
-    def numels(self) -> npt.NDArray[np.float64]:
-        """Return [n]: the number of elements of each slice, as floats so that a hostile size can't overflow."""
-        return products(self.sizes.astype(np.float64), self.ndims[self.owners])
-
     def take(self, keep: npt.NDArray[np.bool_]) -> Items:
         """Return the items of the slices that the mask `keep` selects."""
-        wide = np.repeat(keep, self.ndims[self.owners])
-        counts = np.bincount(self.owners[keep], minlength=len(self.names))
         return replace(
-            self, bounds=np.concatenate([[0], np.cumsum(counts)]), files=self.files[keep], places=self.places[keep],
-            lengths=self.lengths[keep], zstd=self.zstd[keep], offsets=self.offsets[wide], sizes=self.sizes[wide],
+            self, boxes=self.boxes.take(keep), files=self.files[keep], places=self.places[keep],
+            lengths=self.lengths[keep], zstd=self.zstd[keep],
         )  # fmt: skip
+
+
+_LOCATED = ("starts", "nbytes", "strides", "codecs", "algorithm", "digests", "digest_starts", "digest_nbytes")
 
 
 class LocatedSlices(SliceArray):
     """The slices of one tensor. The first access to their byte ranges locates a whole batch of tensors.
 
-    Offsets, sizes, files and ranks are known from the start. The attributes are views of columns that all tensors
-    share.
+    Offsets, sizes, files and ranks are known from the start. Other columns are filled in by `__getattr__`. The
+    columns are views of those in `Items`.
     """
 
     __slots__ = ("batch", "items", "rows", "tensor")
@@ -139,12 +121,9 @@ class LocatedSlices(SliceArray):
         self.paths = items.paths
         self.tensor = tensor
         self.batch = batch
-        first, stop = items.firsts[tensor : tensor + 2]
-        self.rows = slice(first, stop)
+        self.rows, self.offsets, self.sizes = items.boxes.of(tensor)
         self.files = items.files[self.rows]
         self.ranks = items.ranks[self.files]
-        box, shape = slice(*items.boxes[tensor : tensor + 2]), (stop - first, len(items.shapes[tensor]))
-        self.offsets, self.sizes = items.offsets[box].reshape(shape), items.sizes[box].reshape(shape)
 
     def __len__(self) -> int:
         return len(self.files)
@@ -164,49 +143,23 @@ class LocatedSlices(SliceArray):
         items, files = self.items, [self.paths[file] for file in self.files]
         return list(zip(files, items.places[self.rows].tolist(), items.lengths[self.rows].tolist(), strict=True))
 
-    def _located(self) -> Items:
-        if self.opaque:
-            name = self.items.names[self.tensor]
+    def __getattr__(self, name: str) -> Any:
+        """Locate the slices, and fill in the columns that say where their bytes are."""
+        if name not in _LOCATED:
+            raise AttributeError(name)
+        items, rows = self.items, self.rows
+        if why := self.opaque:
             raise UnsupportedFormatError(
-                f"tensor {name!r:.80} {self.opaque}, which ckptkit cannot read. Load it with torch's "
+                f"tensor {items.names[self.tensor]!r:.80} {why}, which ckptkit cannot read. Load it with torch's "
                 "FileSystemReader in a job that imports its class, and save a plain tensor (resolve_conj, resolve_neg)."
             )
-        return self.items
-
-    @property
-    def starts(self) -> Int64:  # type: ignore[override]
-        return self._located().starts[self.rows]
-
-    @property
-    def nbytes(self) -> Int64:  # type: ignore[override]
-        return self._located().nbytes[self.rows]
-
-    @property
-    def strides(self) -> Mapping[int, tuple[int, ...]]:  # type: ignore[override]
-        return self._located().strides.get(self.tensor, {})
-
-    @property
-    def codecs(self) -> Mapping[int, Codec]:  # type: ignore[override]
-        return self._located().codecs.get(self.tensor, {})
-
-    @property
-    def algorithm(self) -> str | None:  # type: ignore[override]
-        return None if self.digests is None else CRC
-
-    @property
-    def digests(self) -> UInt64 | None:  # type: ignore[override]
-        return self._digest_column(self._located().digests)
-
-    @property
-    def digest_starts(self) -> Int64 | None:  # type: ignore[override]
-        return self._digest_column(self._located().digest_starts)
-
-    @property
-    def digest_nbytes(self) -> Int64 | None:  # type: ignore[override]
-        return self._digest_column(self._located().digest_nbytes)
-
-    def _digest_column(self, column: npt.NDArray[Any]) -> npt.NDArray[Any] | None:
-        return column[self.rows] if len(self) and self.items.checked[self.rows].all() else None
+        self.starts, self.nbytes = items.starts[rows], items.nbytes[rows]
+        self.strides, self.codecs = items.strides.get(self.tensor, {}), items.codecs.get(self.tensor, {})
+        self.algorithm = self.digests = self.digest_starts = self.digest_nbytes = None
+        if len(self) and items.checked[rows].all():
+            self.algorithm, self.digests = CRC, items.digests[rows]
+            self.digest_starts, self.digest_nbytes = items.digest_starts[rows], items.digest_nbytes[rows]
+        return getattr(self, name)
 
 
 def find_opaque(slices: LocatedSlices) -> bool:
@@ -252,7 +205,7 @@ class _Locator:
         self.store = items.store
         wanted = np.zeros(len(items.names), bool)
         wanted[tensors] = True
-        rows = np.flatnonzero(wanted[items.owners])
+        rows = np.flatnonzero(wanted[items.boxes.owners])
         self.rows = rows[np.lexsort((items.places[rows], items.files[rows]))]
 
     def run(self) -> None:
@@ -278,18 +231,13 @@ class _Locator:
     # --- what `.metadata` says about an item
 
     def _tensor(self, row: int) -> int:
-        return int(self.items.owners[row])
+        return self.items.boxes.owners.item(row)
 
     def _name(self, row: int) -> str:
         return self.items.names[self._tensor(row)]
 
     def _path(self, row: int) -> str:
         return self.items.paths[int(self.items.files[row])]
-
-    def _box(self, row: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        items = self.items
-        span = slice(int(items.elements[row]), int(items.elements[row + 1]))
-        return tuple(items.offsets[span].tolist()), tuple(items.sizes[span].tolist())
 
     def _label(self, row: int) -> str:
         return f"{self._path(row)}: the item of {self._name(row)!r:.80} at byte {int(self.items.places[row])}"
@@ -311,7 +259,7 @@ class _Locator:
         header = read_header(self.store, path, start=start)
         saved = saved_offsets(header, path)
         for row in rows.tolist():
-            name, dtype, (offsets, sizes) = self._name(row), items.dtypes[self._tensor(row)], self._box(row)
+            name, dtype, (offsets, sizes) = self._name(row), items.dtypes[self._tensor(row)], items.boxes.box(row)
             found = header.tensors.get(name)
             if found is None:
                 raise IncompleteCheckpointError(f"{path}: tensor {name!r:.80} is missing, but .metadata lists it.")
@@ -335,19 +283,21 @@ class _Locator:
         only one of them.
         """
         items, paths = self.items, self.items.paths
-        owners = items.owners[rows]
-        begins, ends = items.elements[rows].tolist(), items.elements[rows + 1].tolist()
+        boxes = items.boxes
+        owners, begins, ends = (
+            c.tolist() for c in (boxes.owners[rows], boxes.elements[rows], boxes.elements[rows + 1])
+        )
         files, starts, lengths = (column[rows].tolist() for column in (items.files, items.places, items.lengths))
         fronts, tails = np.zeros((2, len(rows), ENDS), np.uint8)
         front, tail = fronts.reshape(-1).data, tails.reshape(-1).data
         reads: list[ReadInto] = []
         alike: dict[tuple[str, bytes, int], list[int]] = {}
-        for i, (owner, file, start, length) in enumerate(zip(owners.tolist(), files, starts, lengths, strict=True)):
+        for i, (owner, file, start, length) in enumerate(zip(owners, files, starts, lengths, strict=True)):
             at, nbytes = i * ENDS, min(length, ENDS)
             # An item in a safetensors blob may be shorter than the bytes that identify the blob.
             reads.append(ReadInto(paths[file], start, front[at : at + max(nbytes, _HEAD)]))
             reads.append(ReadInto(paths[file], start + length - nbytes, tail[at + ENDS - nbytes : at + ENDS]))
-            sizes = items.sizes[begins[i] : ends[i]].tobytes()
+            sizes = boxes.sizes[begins[i] : ends[i]].tobytes()
             alike.setdefault((items.dtypes[owner], sizes, length), []).append(i)
         self.store.read_many(reads)
         is_zip = (fronts[:, :4] == np.frombuffer(_ZIP, np.uint8)).all(axis=1)
@@ -401,16 +351,16 @@ class _Locator:
         """Locate a zstd-compressed item by decompressing all of it."""
         items, path, label = self.items, self._path(row), self._label(row)
         start, length = int(items.places[row]), int(items.lengths[row])
-        wanted = math.prod(self._box(row)[1]) * dtype_of(items.dtypes[self._tensor(row)]).itemsize
+        wanted = math.prod(items.boxes.box(row)[1]) * dtype_of(items.dtypes[self._tensor(row)]).itemsize
         data = decode_zstd(self.store.read(path, start, start + length), wanted + _SLACK, file=label)
         found = one_tensor(read_archive(memory_store(label, data), label), label)
         self._check(row, found, label)
         owner = self._tensor(row)
-        self.items.codecs.setdefault(owner, {})[row - int(items.bounds[owner])] = Codec("zstd", start, length)
+        self.items.codecs.setdefault(owner, {})[row - items.boxes.starts.item(owner)] = Codec("zstd", start, length)
         self._put(np.array([row]), found, found.storage.start, found.storage.crc32 or 0)
 
     def _check(self, row: int, tensor: StoredTensor, label: str) -> None:
-        dtype, sizes = self.items.dtypes[self._tensor(row)], self._box(row)[1]
+        dtype, sizes = self.items.dtypes[self._tensor(row)], self.items.boxes.box(row)[1]
         if (tensor.dtype, tensor.shape) != (dtype, sizes):
             raise CorruptCheckpointError(
                 f"{label} contains {tensor.dtype} {list(tensor.shape)}, but .metadata says {dtype} {list(sizes)}. "
@@ -431,7 +381,7 @@ class _Locator:
         items.digests[rows] = crcs
         for row in () if tensor.contiguous else rows.tolist():
             owner = self._tensor(row)
-            items.strides.setdefault(owner, {})[row - int(self.items.bounds[owner])] = tensor.strides
+            items.strides.setdefault(owner, {})[row - items.boxes.starts.item(owner)] = tensor.strides
 
 
 # --- parsing one item from its two ends

@@ -35,7 +35,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ckptkit.catalog.columns import distinct
+from ckptkit.catalog.columns import BoxTable, products
 from ckptkit.catalog.dtypes import DTYPES
 from ckptkit.catalog.entry import (
     Catalog,
@@ -58,7 +58,7 @@ from ckptkit.storage.store import checked_path
 
 _MAX_NDIM = 64  # torch's own limit
 _MAX_BYTES = 1 << 62
-_BLOCK = 1 << 16
+_BLOCK = 1 << 16  # slices that are checked at once
 
 
 def _check_manifest(manifest: Manifest, columns: Columns) -> None:
@@ -75,74 +75,41 @@ def _check_manifest(manifest: Manifest, columns: Columns) -> None:
         _fail(columns, "a tensor is listed twice")
     if len(manifest.objects) != len(columns.get("objects.ends", "int64")):
         _fail(columns, "an object is listed twice")
-    slices, tensors = manifest.slices, manifest.tensors
-    itemsizes = [DTYPES[name].itemsize for name in tensors.dtypes]
-    for name, shape, itemsize in zip(names, tensors.shapes, itemsizes, strict=True):
-        if math.prod(shape) * itemsize > _MAX_BYTES:
+    for name, shape, dtype in zip(names, manifest.tensors.shapes, manifest.tensors.dtypes, strict=True):
+        if math.prod(shape) * DTYPES[dtype].itemsize > _MAX_BYTES:
             _fail(columns, f"tensor {name!r} has an impossible size")
-    if len(slices.starts) and int(slices.starts.min()) < 0:
-        _fail(columns, "a slice has a negative start")
-    geometry = _Geometry(manifest, columns, np.array(itemsizes, np.int64))
-    for row in range(0, len(slices.starts), _BLOCK):
-        geometry.check(row, min(row + _BLOCK, len(slices.starts)))
-    geometry.check_strided()
+    blocks = manifest.tensors.slice_stop // _BLOCK  # the arrays for all slices at once would need much memory
+    for tensors in np.split(np.arange(len(names)), np.flatnonzero(np.diff(blocks)) + 1) if names else ():
+        _check_slices(manifest, columns, int(tensors[0]), int(tensors[-1]) + 1)
 
 
-class _Geometry:
-    """Checks that slices lie inside their tensors and have the right number of bytes."""
+def _check_slices(manifest: Manifest, columns: Columns, first: int, stop: int) -> None:
+    """Check the slices of the tensors [first, stop)."""
+    tensors, slices = manifest.tensors, manifest.slices
+    starts, stops, elements, ndims = tensors.places()
+    begin, rows = int(starts[first]), slice(int(starts[first]), int(stops[stop - 1]))
+    numbers = slice(int(elements[first]), int(elements[stop]))
+    boxes = BoxTable(ndims[first:stop], stops[first:stop] - begin, slices.offsets[numbers], slices.sizes[numbers])
+    owners, sizes = boxes.owners, boxes.sizes
 
-    def __init__(self, manifest: Manifest, columns: Columns, itemsizes: npt.NDArray[np.int64]) -> None:
-        self.manifest = manifest
-        self.columns = columns
-        self.itemsizes = itemsizes
-        self.stops = manifest.tensors.slice_stop
-        self.starts = self.stops - np.diff(self.stops, prepend=0)
-        self.ndims = np.array([len(shape) for shape in manifest.tensors.shapes], np.int64)
-        elements = (self.stops - self.starts) * self.ndims
-        self.first_element = np.cumsum(elements) - elements
-        self.shapes = np.array([n for shape in manifest.tensors.shapes for n in shape], np.int64)
-        self.first_shape = np.cumsum(self.ndims) - self.ndims
-
-    def check(self, start: int, stop: int) -> None:
-        """Check the slices [start, stop). Callers pass blocks of slices, because the temporary arrays are large."""
-        rows = np.arange(start, stop)
-        owner = np.searchsorted(self.stops, rows, side="right")
-        first = self.first_element[owner] + (rows - self.starts[owner]) * self.ndims[owner]
-        slices = self.manifest.slices
-        strided = np.array([row - start for row in slices.strides if start <= row < stop], np.int64)
-        for ndim in distinct(self.ndims[owner]).tolist():
-            here = np.flatnonzero(self.ndims[owner] == ndim)
-            index = first[here][:, None] + np.arange(ndim)
-            shape = self.shapes[self.first_shape[owner[here]][:, None] + np.arange(ndim)]
-            offsets, sizes = slices.offsets[index], slices.sizes[index]
-            bad = (offsets < 0) | (sizes < 0) | (sizes > shape) | (offsets > shape - np.minimum(sizes, shape))
-            self._refuse(bad.any(axis=1), owner[here], "is outside the tensor")
-            found = slices.nbytes[rows[here]]
-            wrong = np.prod(sizes, axis=1) * self.itemsizes[owner[here]] != found
-            wrong &= ~np.isin(here, strided)
-            self._refuse(
-                wrong | (found < 0) | (found > _MAX_BYTES), owner[here], "has a size that does not match its box"
-            )
-            ends = slices.starts[rows[here]] > _MAX_BYTES
-            self._refuse(ends, owner[here], "is past the end of any file")
-
-    def _refuse(self, bad: npt.NDArray[np.bool_], owner: npt.NDArray[np.int64], what: str) -> None:
+    def refuse(bad: npt.NDArray[np.bool_], owners: Int64, what: str) -> None:
         if bad.any():
-            name = self.manifest.tensors.names[int(owner[np.argmax(bad)])]
-            _fail(self.columns, f"a slice of tensor {name!r} {what}")
+            name = tensors.names[first + owners.item(int(np.argmax(bad)))]
+            _fail(columns, f"a slice of tensor {name!r} {what}")
 
-    def check_strided(self) -> None:
-        """Check that each slice with strides has as many bytes as the strides span."""
-        slices = self.manifest.slices
-        for row, strides in slices.strides.items():
-            owner = int(np.searchsorted(self.stops, row, side="right"))
-            first = int(self.first_element[owner]) + (row - int(self.starts[owner])) * len(strides)
-            sizes = slices.sizes[first : first + len(strides)].tolist()
-            last = sum((n - 1) * s for n, s in zip(sizes, strides, strict=True))
-            expected = 0 if 0 in sizes else (last + 1) * int(self.itemsizes[owner])
-            if expected != int(slices.nbytes[row]):
-                name = self.manifest.tensors.names[owner]
-                _fail(self.columns, f"a slice of tensor {name!r} has a size that does not match its strides")
+    extents = boxes.extents(np.array([n for shape in tensors.shapes[first:stop] for n in shape], np.int64))
+    outside = (boxes.offsets < 0) | (sizes < 0) | (sizes > extents) | (boxes.offsets > extents - sizes)
+    refuse(outside, np.repeat(owners, boxes.ndims[owners]), "is outside the tensor")
+    itemsizes = np.array([DTYPES[name].itemsize for name in tensors.dtypes[first:stop]], np.int64)[owners]
+    nbytes = products(sizes, boxes.ndims[owners]) * itemsizes
+    for row, strides in slices.strides.items():
+        if rows.start <= row < rows.stop:
+            counts = boxes.box(row - begin)[1]
+            span = 1 + sum((n - 1) * s for n, s in zip(counts, strides, strict=True))
+            nbytes[row - begin] = 0 if 0 in counts else min(span * itemsizes.item(row - begin), _MAX_BYTES + 1)
+    wrong = (slices.nbytes[rows] != nbytes) | (nbytes > _MAX_BYTES)
+    refuse(wrong, owners, "has a size that does not match its box or its strides")
+    refuse((slices.starts[rows] < 0) | (slices.starts[rows] > _MAX_BYTES), owners, "is past the end of any file")
 
 
 def _texts(value: Any) -> bool:
@@ -212,6 +179,16 @@ class Tensors:
     states: list[str]
     keys: list[tuple[str | int, ...]]
     placements: Int32  # index into Manifest.placements, -1 for none
+
+    def places(self) -> tuple[Int64, Int64, Int64, Int64]:
+        """Return four columns that say where the slices of each tensor are.
+
+        They are: the index of the tensor's first slice, the index after its last slice, the start of its offsets and
+        sizes in the ragged columns (with one more item, the end of the last tensor's), and its number of dimensions.
+        """
+        counts = np.diff(self.slice_stop, prepend=0)
+        ndims = np.fromiter(map(len, self.shapes), np.int64, len(self.shapes))
+        return self.slice_stop - counts, self.slice_stop, np.append(0, np.cumsum(counts * ndims)), ndims
 
 
 @dataclass(frozen=True, slots=True)
@@ -509,29 +486,14 @@ def _decode_info(columns: Columns) -> CatalogInfo:
 
 
 class Entries(Mapping[str, TensorEntry]):
-    """A manifest's tensors. Each `TensorEntry` is created on demand.
-
-    Attributes:
-        columns: Three columns with one item per tensor: the tensor's first slice, the index after the last slice, and
-            the start of the tensor's offsets and sizes in the ragged columns.
-    """
+    """A manifest's tensors. Each `TensorEntry` is created on demand."""
 
     def __init__(self, manifest: Manifest) -> None:
         self.manifest = manifest
         self._index = {name: i for i, name in enumerate(manifest.tensors.names)}
-        stops = manifest.tensors.slice_stop
-        starts = np.concatenate([[0], stops[:-1]]).astype(np.int64) if len(stops) else stops
-        widths = np.fromiter(map(len, manifest.tensors.shapes), np.int64, len(stops))
-        elements = np.cumsum((stops - starts) * widths) - (stops - starts) * widths
-        self.columns: tuple[Int64, Int64, Int64] = (starts, stops, elements)
-        self._starts: list[int] = starts.tolist()
-        self._stops: list[int] = stops.tolist()
-        self._elements: list[int] = elements.tolist()
+        starts, stops, elements, _ = manifest.tensors.places()
+        self._places = list(zip(starts.tolist(), stops.tolist(), elements[:-1].tolist(), strict=True))
         self._strided = sorted(manifest.slices.strides)
-
-    def row(self, name: str) -> int | None:
-        """Return the tensor's index in the manifest, or None if there is no such tensor."""
-        return self._index.get(name)
 
     def __len__(self) -> int:
         return len(self._index)
@@ -545,8 +507,8 @@ class Entries(Mapping[str, TensorEntry]):
     def __getitem__(self, name: str) -> TensorEntry:
         i = self._index[name]
         tensors, slices = self.manifest.tensors, self.manifest.slices
-        shape, start, stop = tensors.shapes[i], self._starts[i], self._stops[i]
-        ndim, at = len(shape), self._elements[i]
+        shape, (start, stop, at) = tensors.shapes[i], self._places[i]
+        ndim = len(shape)
         rows = slice(start, stop)
         boxes = slice(at, at + (stop - start) * ndim)
         digests = slices.digests
