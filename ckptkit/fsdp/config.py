@@ -367,14 +367,15 @@ class FSDPConfig:
 _Check = Callable[[str, Any], Any]
 
 
-def _refused(name: str, value: object, wanted: str) -> UsageError:
-    return UsageError(f"{name} is {value!r}; it must be {wanted}.")
+def _only(wanted: str, fits: Callable[[Any], bool]) -> _Check:
+    """Return a check that accepts the values for which `fits` returns True."""
 
+    def check(name: str, value: Any) -> Any:
+        if not fits(value):
+            raise wrong(name, value, wanted)
+        return value
 
-def _flag(name: str, value: Any) -> Any:
-    if not isinstance(value, bool):  # the string "false" (from the environment or from quoted YAML) is truthy
-        raise _refused(name, value, "True or False")
-    return value
+    return check
 
 
 def _choice(table: Mapping[str, Any]) -> _Check:
@@ -388,30 +389,8 @@ def _choice(table: Mapping[str, Any]) -> _Check:
         # torch's names: _HYBRID_SHARD_ZERO2, torch.bfloat16
         text = str(getattr(value, "name", value)).strip().upper().lstrip("_").removeprefix("TORCH.")
         if text not in values:
-            raise _refused(name, value, f"one of {', '.join(table)}")
+            raise wrong(name, value, f"one of {', '.join(table)}")
         return values[text]
-
-    return check
-
-
-def _count(wanted: str, *also: object) -> _Check:
-    """Return a check that accepts an integer of at least 1, or one of the values in `also`."""
-
-    def check(name: str, value: Any) -> Any:
-        is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 1
-        if not is_count and not any(type(value) is type(other) and value == other for other in also):
-            raise _refused(name, value, wanted)
-        return value
-
-    return check
-
-
-def _number(wanted: str, fits: Callable[[float], bool], *also: object) -> _Check:
-    def check(name: str, value: Any) -> Any:
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if value not in also and not (is_number and fits(value)):
-            raise _refused(name, value, wanted)
-        return value
 
     return check
 
@@ -423,62 +402,73 @@ def _names(name: str, value: Any) -> tuple[str, ...]:
         return tuple(part.strip() for part in value.split(",") if part.strip())
     if isinstance(value, (list, tuple, set, frozenset)) and all(isinstance(part, str) for part in value):
         return tuple(value)
-    raise _refused(name, value, "a string or a list of strings")
+    raise wrong(name, value, "a string or a list of strings")
 
 
 def _backward_prefetch(name: str, value: Any) -> Any:
-    if not isinstance(value, int):
-        return _choice({**BackwardPrefetch.__members__, "None": BackwardPrefetch.NO_PREFETCH})(name, value)
-    return _count(f"a number of units, 1 or more, or one of {', '.join(BackwardPrefetch.__members__)}")(name, value)
-
-
-def _optional_flag(name: str, value: Any) -> Any:
-    if value is not None and not isinstance(value, bool):
-        raise _refused(name, value, "True, False or None")
-    return value
-
-
-def _compile(name: str, value: Any) -> Any:
-    if not isinstance(value, (bool, str)) or value in ("", "true", "false", "none"):
-        raise _refused(name, value, "True, False or the name of a backend of torch.compile")
-    return value
+    return value if _is_count(value) else _prefetch_mode(name, value)
 
 
 def _device(name: str, value: Any) -> str:
     if str(value) in ("", "None", "gpu"):
-        raise _refused(name, str(value), "'auto', 'cpu', 'cuda' or the like")
+        raise wrong(name, str(value), "'auto', 'cpu', 'cuda' or the like")
     return str(value)
 
 
+def _is_bool(value: Any) -> bool:
+    return isinstance(value, bool)  # the string "false" (from the environment or from quoted YAML) is truthy
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _is_count(value: Any) -> bool:
+    return _is_number(value) and isinstance(value, int) and value >= 1
+
+
+_flag = _only("True or False", _is_bool)
+_ranks = _only("a number of ranks, 1 or more", _is_count)
+_ranks_or_auto = _only("a number of ranks, 1 or more, or 'auto'", lambda value: value == "auto" or _is_count(value))
 _HALF = {"None": None, "bf16": "bf16", "fp16": "fp16", "bfloat16": "bf16", "float16": "fp16", "half": "fp16"}
 _dtype = _choice({**_HALF, "fp32": "fp32", "float32": "fp32"})
-_ranks, _ranks_or_auto = "a number of ranks, 1 or more", "a number of ranks, 1 or more or 'auto'"
+_prefetch_mode = _choice({**BackwardPrefetch.__members__, "None": BackwardPrefetch.NO_PREFETCH})
 _CHECKS: dict[str, _Check] = {
     "enable_fsdp": _flag,
     "sharding_strategy": _choice(ShardingStrategy.__members__),
-    "replicate": _count(_ranks_or_auto, "auto"),
-    "shard": _count(_ranks_or_auto, "auto"),
-    "tp": _count(_ranks),
-    "cp": _count(_ranks),
-    "reshard_after_forward": _count("True, False, a number of ranks (1 or more) or None", True, False, None),
+    "replicate": _ranks_or_auto,
+    "shard": _ranks_or_auto,
+    "tp": _ranks,
+    "cp": _ranks,
+    "reshard_after_forward": _only(
+        "True, False, a number of ranks (1 or more) or None",
+        lambda value: value is None or _is_bool(value) or _is_count(value),
+    ),
     "keep_last_block": _flag,
     "precision": _choice({"mixed": "mixed", "master": "master"}),
     "mixed_precision": _choice(_HALF),
     "reduce_dtype": _dtype,
-    "initial_loss_scale": _number(f"a number from 1 to {2**24} (2**24)", lambda scale: 1 <= scale <= 2**24),
-    "loss_scale_hysteresis": _count("a number of overflows, 1 or more"),
+    "initial_loss_scale": _only(
+        f"a number from 1 to {2**24} (2**24)", lambda value: _is_number(value) and 1 <= value <= 2**24
+    ),
+    "loss_scale_hysteresis": _only("a number of overflows, 1 or more", _is_count),
     "output_dtype": _dtype,
     "cast_forward_inputs": _flag,
-    "gradient_divide_factor": _number("a finite number above 0, or None", lambda factor: 0 < factor < math.inf, None),
+    "gradient_divide_factor": _only(
+        "a finite number above 0, or None",
+        lambda value: value is None or (_is_number(value) and 0 < value < math.inf),
+    ),
     "force_sum_reduction_for_comms": _flag,
     "offload": _choice({"none": "none", "params": "params", "optimizer": "optimizer"}),
     "backward_prefetch": _backward_prefetch,
-    "forward_prefetch": _count("True, False or a number of units, 1 or more", True, False),
+    "forward_prefetch": _only(
+        "True, False or a number of units, 1 or more", lambda value: _is_bool(value) or _is_count(value)
+    ),
     "state_dict_type": _choice(
         {kind + end: kind for kind in ("FULL", "SHARDED", "LOCAL") for end in ("", "_STATE_DICT")}
     ),
     "auto_wrap_policy": _choice(WrapPolicy.__members__),
-    "min_num_params": _count("a number of parameters, 1 or more"),
+    "min_num_params": _only("a number of parameters, 1 or more", _is_count),
     "transformer_layer_cls": _names,
     "exclude": _names,
     "ignored_params": _names,
@@ -486,9 +476,12 @@ _CHECKS: dict[str, _Check] = {
     "wrap_lm_head": _flag,
     "forward_methods": _names,
     "activation_checkpointing": _flag,
-    "compile": _compile,
+    "compile": _only(
+        "True, False or the name of a backend of torch.compile",
+        lambda value: isinstance(value, (bool, str)) and value not in ("", "true", "false", "none"),
+    ),
     "sync_module_states": _flag,
-    "use_orig_params": _optional_flag,
+    "use_orig_params": _only("True, False or None", lambda value: value is None or _is_bool(value)),
     "device": _device,
 }
 

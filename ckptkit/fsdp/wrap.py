@@ -7,6 +7,7 @@ import fnmatch
 import functools
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
+from itertools import zip_longest
 from typing import Any, TypeVar
 
 import torch
@@ -44,6 +45,7 @@ from ckptkit.fsdp.units import blocks as blocks_of
 
 logger = logging.getLogger(__name__)
 M = TypeVar("M", bound=nn.Module)
+T = TypeVar("T")
 _INNER = ("module", "_orig_mod", "_checkpoint_wrapped_module")
 
 
@@ -238,8 +240,7 @@ def _warn_of_different_values(parameters: Mapping[str, torch.Tensor], consequenc
         for name, parameter in parameters.items()
         if not parameter.is_meta and not isinstance(parameter, DTensor) and parameter.is_floating_point()
     ]
-    everyone: list[list[tuple[str, str]]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyone, mine)
+    everyone = _gathered(mine)
     for rank, theirs in enumerate(everyone):
         different = [name for (name, value), other in zip(everyone[0], theirs, strict=False) if (name, value) != other]
         if different and dist.get_rank() == 0:
@@ -254,23 +255,24 @@ def _warn_of_different_values(parameters: Mapping[str, torch.Tensor], consequenc
 
 
 def _check_same(tensors: Mapping[str, torch.Tensor]) -> None:
-    mine = [(name, tuple(tensor.shape), str(tensor.dtype), tensor.is_meta) for name, tensor in tensors.items()]
-    everyone: list[list[tuple[str, tuple[int, ...], str, bool]]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyone, mine)
+    mine = [
+        f"{name!r} {list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}{' (meta)' if tensor.is_meta else ''}"
+        for name, tensor in tensors.items()
+    ]
+    everyone = _gathered(mine)
     for rank, theirs in enumerate(everyone):
-        if theirs == everyone[0]:
-            continue
-        for first, other in zip(everyone[0], theirs, strict=False):
+        for first, other in zip_longest(everyone[0], theirs, fillvalue="no more tensors"):
             if first != other:
-                what = f"rank 0 has {_described(*first)}, rank {rank} has {_described(*other)}"
-                break
-        else:
-            what = f"rank 0 has {len(everyone[0])} parameters and buffers, rank {rank} has {len(theirs)}"
-        raise UsageError(f"The ranks hold different models: {what}. Build the same model on every rank.")
+                raise UsageError(
+                    f"The ranks hold different models: rank 0 has {first}, rank {rank} has {other}. Build the same "
+                    "model on every rank."
+                )
 
 
-def _described(name: str, shape: tuple[int, ...], dtype: str, is_meta: bool) -> str:
-    return f"{name!r} {list(shape)} {dtype.removeprefix('torch.')}{' on the meta device' if is_meta else ''}"
+def _gathered(mine: T) -> list[T]:
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    return everyone
 
 
 def _check_model(model: nn.Module, ignored: Set[str]) -> None:

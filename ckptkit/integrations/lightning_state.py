@@ -31,6 +31,7 @@ from ckptkit.integrations.lightning_position import FitPosition
 from ckptkit.storage.local import LocalStore
 from ckptkit.storage.open import open_store
 from ckptkit.storage.store import split_url
+from ckptkit.units import first_few
 
 _log = logging.getLogger(__name__)
 _KEY = "lightning"
@@ -206,17 +207,11 @@ class LightningCheckpoints:
             if split_url(root)[0] != "file" or not os.path.lexists(place):
                 return ""
             if place.is_dir() and not place.is_symlink():
-                if (place / "checkpoint.json").exists():
+                if (place / RECORD_NAME).exists():
                     return ""
-                if not any((place / mark).exists() for mark in _ALIEN):
+                if why := _why_kept(place):
                     raise CheckpointExistsError(
-                        f"{place} is a directory that is not a checkpoint; it is not replaced. Save under another name."
-                    )
-                foreign = _foreign(place)
-                if foreign:
-                    raise CheckpointExistsError(
-                        f"{place} was not replaced: it contains files that belong to no checkpoint: "
-                        f"{', '.join(foreign[:3])}. Move it away, or save under another name."
+                        f"{place} was not replaced: {why}. Move it away, or save under another name."
                     )
             return str(_set_aside(place))
 
@@ -229,7 +224,7 @@ class LightningCheckpoints:
             raise
         if moved and self._coordinator.is_main:
             try:
-                _remove_aside(Path(moved), Path(root) / name)
+                _remove_aside(Path(moved))
             except OSError as error:  # the save is done, and the other ranks don't wait
                 _log.warning("%s could not be removed: %s", moved, error)
 
@@ -355,20 +350,18 @@ def _remove(filepath: str | Path, storage_options: Mapping[str, Any] | None) -> 
         if not delete_any(store, name, reason="removed by Lightning"):
             _log.warning("%s/%s is pinned; it is not removed.", root, name)
     elif local and place.is_dir():
-        foreign = _foreign(place)
-        if foreign:
-            _log.warning(
-                "%s was not removed: it contains files that belong to no checkpoint: %s", place, ", ".join(foreign[:3])
-            )
-        elif any((place / mark).exists() for mark in _ALIEN):
-            _remove_aside(_set_aside(place), place)
+        if why := _why_kept(place):
+            _log.warning("%s was not removed: %s", place, why)
         else:
-            _log.warning("%s is not a checkpoint; it is not removed.", place)
+            _remove_aside(_set_aside(place))
 
 
-def _foreign(place: Path) -> list[str]:
-    """Return the files in a Lightning checkpoint's directory that do not belong to the checkpoint."""
-    return [path for path in foreign_paths(LocalStore(place)) if path != "meta.pt"]
+def _why_kept(place: Path) -> str:
+    """Return why a directory must not be deleted. Returns "" if it contains a Lightning checkpoint and nothing else."""
+    if not any((place / mark).exists() for mark in _ALIEN):
+        return "it is not a checkpoint"
+    foreign = [path for path in foreign_paths(LocalStore(place)) if path != "meta.pt"]
+    return f"it contains files that belong to no checkpoint: {first_few(foreign, 3)}" if foreign else ""
 
 
 def lightning_extras(extra: Mapping[str, Any]) -> dict[str, Any]:
@@ -448,14 +441,8 @@ def _set_aside(place: Path) -> Path:
     return place.rename(place.with_name(f".{place.name}.replaced-{uuid.uuid4().hex[:8]}"))
 
 
-def _remove_aside(aside: Path, place: Path) -> None:
-    """Delete the old content that was moved from `place` to `aside`, unless it contains files of other programs."""
-    if not aside.is_dir() or aside.is_symlink():
-        aside.unlink()
-        return
-    foreign = _foreign(aside)
-    if not foreign:
+def _remove_aside(aside: Path) -> None:
+    if aside.is_dir() and not aside.is_symlink():
         shutil.rmtree(aside)
-        return
-    kept = aside.rename(aside.with_name(aside.name.removeprefix(".")))
-    _log.warning("the old content of %s was kept as %s: it contains %s", place, kept, ", ".join(foreign[:3]))
+    else:
+        aside.unlink()

@@ -36,7 +36,7 @@ from ckptkit.digests import signature_of
 from ckptkit.errors import SaveError
 from ckptkit.formats.dcp.host_bytes import row_major
 from ckptkit.formats.dcp.index import PlainSlice, PlannedKey, RankPart, plain_part
-from ckptkit.formats.hf.header import TensorToWrite
+from ckptkit.formats.hf.header import INDEX, TensorToWrite, encode_index, split_into_shards
 from ckptkit.formats.pickles.tensors import PlacementRecord
 from ckptkit.storage.pool import WorkerPool
 
@@ -73,9 +73,12 @@ class _File:
     """One safetensors file, and the rank that writes it."""
 
     path: str
+    items: list[_Item]
     writer: int = 0
-    items: list[_Item] = field(default_factory=list)
-    nbytes: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        return sum(item.nbytes for item in self.items)
 
 
 @dataclass(slots=True)
@@ -123,7 +126,7 @@ class FullTensors:
 
     @property
     def nbytes(self) -> int:
-        return sum(item.nbytes for file in self.files if file.writer == self.rank for item in file.items)
+        return sum(file.nbytes for file in self.files if file.writer == self.rank)
 
     @property
     def file_names(self) -> str:
@@ -137,14 +140,14 @@ class FullTensors:
             folder, _, name = file.path.rpartition("/")
             if name.startswith("model-"):
                 folders.setdefault(folder, []).extend((item, name) for item in file.items)
-        found = {}
-        for folder, held in folders.items():
-            numels = [math.prod(item.shape) for item, _ in held]
-            metadata = {"total_size": sum(item.nbytes for item, _ in held), "total_parameters": sum(numels)}
-            body = {"metadata": metadata, "weight_map": dict(sorted((item.name, name) for item, name in held))}
-            path = f"{folder}/model.safetensors.index.json".lstrip("/")
-            found[path] = (json.dumps(body, indent=2) + "\n").encode()
-        return found
+        return {
+            f"{folder}/{INDEX}".lstrip("/"): encode_index(
+                {item.name: name for item, name in held},
+                total_size=sum(item.nbytes for item, _ in held),
+                total_parameters=sum(math.prod(item.shape) for item, _ in held),
+            )
+            for folder, held in folders.items()
+        }
 
     def settle(self, signatures: Sequence[bytes], all_gather: Callable[[bytes], list[bytes]]) -> FullTensors:
         known = tuple(signatures)
@@ -262,17 +265,13 @@ def _pieces(
 
 def _files(group: str, items: Sequence[_Item], max_shard_bytes: int) -> list[_File]:
     """Split a group of tensors into files of at most `max_shard_bytes`. Keeps the order, as transformers does."""
-    files: list[_File] = []
-    for item in items:
-        if not files or (files[-1].nbytes and files[-1].nbytes + item.nbytes > max_shard_bytes):
-            files.append(_File(""))
-        files[-1].items.append(item)
-        files[-1].nbytes += item.nbytes
+    shards = split_into_shards([item.nbytes for item in items], max_shard_bytes) if items else []
     name = group.partition("_")[2]  # a single model's files are in the root
     stem = "state/state" if group == "state" else f"{name}/model" if name else "model"
-    for number, file in enumerate(files, 1):
-        file.path = f"{stem}-{number:05d}-of-{len(files):05d}.safetensors"
-    return files
+    return [
+        _File(f"{stem}-{number:05d}-of-{len(shards):05d}.safetensors", [items[index] for index in members])
+        for number, members in enumerate(shards, 1)
+    ]
 
 
 # --- moving the bytes

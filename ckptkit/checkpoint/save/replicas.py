@@ -27,6 +27,7 @@ from ckptkit.digests import digest_of, hash_of, signature_of
 from ckptkit.errors import CorruptCheckpointError, SaveError
 from ckptkit.formats.dcp.host_bytes import local_part, row_major
 from ckptkit.formats.trainers.shards import mesh_coordinate
+from ckptkit.units import first_few
 
 if TYPE_CHECKING:
     import torch
@@ -332,27 +333,27 @@ def refuse_unlike(keys: Collection[str], captured: Captured) -> None:
     unlike = sorted(captured.declared.intersection(keys))
     if unlike:
         raise SaveError(
-            f"{_listed(unlike)} differ between ranks that have the same part according to TrainState(layout=...), so "
+            f"{first_few(unlike)} differ between ranks that have the same part according to TrainState(layout=...), so "
             "only one rank's values would be saved. If these ranks have different parts (experts), declare a Shard "
             "over their mesh, too; if they should agree, broadcast the values."
         )
     unlike = sorted(key for key, tensor in captured.tensors(aliases=False) if key in keys and type(tensor) is DTensor)
     if unlike:
         raise SaveError(
-            f"{_listed(unlike)} differ between ranks that have replicas of the same DTensor, so only one rank's values "
-            "would be saved. Replicas diverge if ranks initialize or update them differently: broadcast the values "
-            "after initialization, and reduce the gradients over the replicas. If these ranks have different parts "
-            "(experts), declare it: TrainState(layout={'*.experts.*': ckptkit.Shard(0, mesh=ep)}). If one replica is "
-            "enough, because they differ only by rounding: layout={'NAME': 'any_replica'}. A buffer that each rank "
-            "computes from its own data must be a plain tensor, not a DTensor: then each rank's values are saved. In "
-            "extra, wrap plain tensors that differ in ckptkit.PerRank."
+            f"{first_few(unlike)} differ between ranks that have replicas of the same DTensor, so only one rank's "
+            "values would be saved. Replicas diverge if ranks initialize or update them differently: broadcast the "
+            "values after initialization, and reduce the gradients over the replicas. If these ranks have different "
+            "parts (experts), declare it: TrainState(layout={'*.experts.*': ckptkit.Shard(0, mesh=ep)}). If one "
+            "replica is enough, because they differ only by rounding: layout={'NAME': 'any_replica'}. A buffer that "
+            "each rank computes from its own data must be a plain tensor, not a DTensor: then each rank's values are "
+            "saved. In extra, wrap plain tensors that differ in ckptkit.PerRank."
         )
     unlike = sorted(captured.alike.intersection(keys))
     if unlike:
         raise SaveError(
-            f"{_listed(unlike)} differ between ranks, but are plain (unsharded) parameters. If each rank has a part of "
-            "a larger tensor (experts), declare it: TrainState(layout={'*.experts.*': ckptkit.Shard(0, mesh=ep)}). If "
-            "the ranks should agree, broadcast the values after initialization. If each rank is to keep its own: "
+            f"{first_few(unlike)} differ between ranks, but are plain (unsharded) parameters. If each rank has a part "
+            "of a larger tensor (experts), declare it: TrainState(layout={'*.experts.*': ckptkit.Shard(0, mesh=ep)}). "
+            "If the ranks should agree, broadcast the values after initialization. If each rank is to keep its own: "
             "layout={'NAME': 'per_rank'}."
         )
 
@@ -374,7 +375,7 @@ def warn_of(keys: Collection[str], captured: Captured) -> None:
     }
     for text, found in texts.items():
         if found:
-            _log.warning(text, _listed(found))
+            _log.warning(text, first_few(found))
 
 
 @dataclass(frozen=True, slots=True)
@@ -414,7 +415,7 @@ def own_copies(catalog: Catalog, objects: Mapping[str, Any], *, rank: int, world
     found = OwnCopies(catalog, dict(objects), bound=list(dict.fromkeys(names)), ranks=len(saved))
     if set(saved) != {str(number) for number in range(world_size)}:
         note = (
-            f"{_listed(keys)} differed between the {len(saved)} ranks that saved them; with {world_size} "
+            f"{first_few(keys)} differed between the {len(saved)} ranks that saved them; with {world_size} "
             "ranks now, all get one rank's values"
         )
         return replace(found, note=note if keys else "", fits=False)
@@ -465,11 +466,6 @@ def _unlike(name: str, trees: Sequence[Any]) -> list[str]:
 
 def _is_bound(value: Any) -> bool:
     return isinstance(value, dict) and value.keys() == {_BOUND}
-
-
-def _listed(keys: Sequence[str]) -> str:
-    more = f" and {len(keys) - _SHOWN} more" if len(keys) > _SHOWN else ""
-    return ", ".join(keys[:_SHOWN]) + more
 
 
 # --- fingerprints of contents

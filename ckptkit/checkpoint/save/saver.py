@@ -50,6 +50,7 @@ from ckptkit.formats.own.record import (
     checkpoint_name,
 )
 from ckptkit.storage.retry import patient
+from ckptkit.units import first_few
 from ckptkit.version import __version__
 
 if TYPE_CHECKING:
@@ -490,11 +491,11 @@ class Saver:
         differing = [key for key, (_, recipe) in found.items() if key in mine and own.get(key) != recipe]
         outcome = Outcome()
         if differing:
-            key, more = differing[0], f" and {len(differing) - 1} more" if len(differing) > 1 else ""
+            key = differing[0]
             (rank, recipe), live = found[key], None if key.startswith("model") else tensors.get(key)
             error = SaveError(
-                f"{key}{more}: it is {describe(own.get(key), live)} here, but {describe(recipe)} on rank {rank}. "
-                "Shard it so that all ranks have the same class and settings."
+                f"{first_few(differing, 1)}: it is {describe(own.get(key), live)} here, but {describe(recipe)} on rank "
+                f"{rank}. Shard it so that all ranks have the same class and settings."
             )
             outcome = Outcome.of_error(error)
         self.coordinator.settle(outcome, "planning the save")

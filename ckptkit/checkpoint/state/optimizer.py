@@ -114,9 +114,8 @@ def named_parameters(optimizer: Any, names: Mapping[int, str], what: str) -> dic
             else:
                 found[name] = parameter
     if strangers:
-        more = f" and {len(strangers) - 5} more" if len(strangers) > 5 else ""
         raise UsageError(
-            f"{what}: it holds parameters that are not in the model: {'; '.join(strangers[:5])}{more}. "
+            f"{what}: it holds parameters that are not in the model: {first_few(strangers)}. "
             "Was the optimizer built before the model was wrapped? Build it after fully_shard, or add "
             "the missing module to TrainState(model={...})."
         )
@@ -472,11 +471,9 @@ def _check_whole(optimizer: Any, given: Any, parameters: Mapping[str, torch.Tens
             "and 'param_groups' of an optimizer are saved. Pass the inner optimizer as TrainState(optimizer=), or this "
             "one as TrainState(extra={...})."
         )
-    if changed := _changed(given, optimizer, parameters):
-        more = [f"{key!r} of {where}" for where, key in changed[:_LISTED]]
+    if changed := [f"{key!r} of {where}" for where, key in _changed(given, optimizer, parameters)]:
         raise SaveError(
-            f"{what}: the state_dict of {name} returns other values than the optimizer has: "
-            f"{', '.join(more)}{f' and {len(changed) - _LISTED} more' if len(changed) > _LISTED else ''}. Only "
+            f"{what}: the state_dict of {name} returns other values than the optimizer has: {first_few(changed)}. Only "
             "the optimizer's own state and groups are saved. Remove the hook, or apply its change to the optimizer."
         )
 
@@ -538,8 +535,8 @@ def united(trees: Sequence[JSON]) -> JSON:
         both = tree["values"].keys() & first["values"].keys()
         if unlike := sorted(fqn for fqn in both if tree["values"][fqn] != first["values"][fqn]):
             raise SaveError(
-                f"the optimizer states of {', '.join(unlike[:_LISTED])} differ between pipeline stages that have the "
-                "same parameter, so only one stage's values would be saved. Nothing was saved."
+                f"the optimizer states of {first_few(unlike)} differ between pipeline stages that have the same "
+                "parameter, so only one stage's values would be saved. Nothing was saved."
             )
         first["values"] = {**tree["values"], **first["values"]}
         first["shared"] = {**tree["shared"], **first["shared"]}

@@ -38,6 +38,7 @@ from ckptkit.formats.dcp.subclasses import (
     repeated,
     without_values,
 )
+from ckptkit.units import first_few
 
 if TYPE_CHECKING:
     import torch
@@ -87,7 +88,6 @@ Merge = Callable[[Sequence[Any], int, int], Any]
 """Returns a rank's state, given (states of all saved ranks, rank, world size)."""
 
 
-_LISTED = 5
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 _WRAPPED = {"AcceleratedOptimizer": "optimizer", "AcceleratedScheduler": "scheduler"}
 _UNQUANTIZED = "Declare it 'per_rank', or train with unquantized weights"
@@ -493,11 +493,10 @@ def _refuse_strangers(key: str, module: torch.nn.Module, live: Mapping[str, Any]
     names = {raw: _canonical(raw, prefixes) for raw, value in added.items() if isinstance(value, Tensor)}
     lost = [raw for raw in added if raw not in names or not (names[raw] in known or names[raw].startswith((*loading,)))]
     if lost:
-        more = f" and {len(lost) - _LISTED} more" if len(lost) > _LISTED else ""
         raise SaveError(
-            f"{key}: a state_dict hook adds {', '.join(lost[:_LISTED])}{more}, which a load could not "
-            "restore. Make the module's load_state_dict accept the same tensors; pass non-tensor state "
-            "through get_extra_state and set_extra_state. Nothing was saved."
+            f"{key}: a state_dict hook adds {first_few(lost)}, which a load could not restore. Make the module's "
+            "load_state_dict accept the same tensors; pass non-tensor state through get_extra_state and "
+            "set_extra_state. Nothing was saved."
         )
 
 

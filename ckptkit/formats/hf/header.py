@@ -440,4 +440,4 @@ def encode_index(weight_map: Mapping[str, str], *, total_size: int, total_parame
     """Return the contents of `model.safetensors.index.json`."""
     metadata = {"total_parameters": total_parameters, "total_size": total_size}
     document = {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}
-    return (json.dumps(document, indent=2, ensure_ascii=False) + "\n").encode()
+    return (json.dumps(document, indent=2) + "\n").encode()
