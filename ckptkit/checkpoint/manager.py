@@ -16,8 +16,8 @@ from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from ckptkit.arguments import check_storage_options, location, wrong
-from ckptkit.checkpoint.load.choose import Loader, load_options
-from ckptkit.checkpoint.load.plan import LoadOptions
+from ckptkit.checkpoint.load.choose import Loader
+from ckptkit.checkpoint.load.options import LoadOptions, load_options
 from ckptkit.checkpoint.report import LoadReport, SaveReport, write_trace_file
 from ckptkit.checkpoint.retention import RetentionPolicy
 from ckptkit.checkpoint.run.coordinator import Coordinator, is_distributed

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckptkit.checkpoint.load.plan import LoadOptions
+from ckptkit.checkpoint.load.options import LoadOptions
 from ckptkit.checkpoint.state.train_state import TrainState
 from ckptkit.errors import UsageError
 from ckptkit.units import first_few, format_size

@@ -19,7 +19,7 @@ import torch
 
 from ckptkit.checkpoint.load.checkpoint import load_checkpoint
 from ckptkit.checkpoint.load.mapping import open_checkpoint
-from ckptkit.checkpoint.load.plan import LoadOptions
+from ckptkit.checkpoint.load.options import LoadOptions
 from ckptkit.checkpoint.manager import CheckpointManager
 from ckptkit.checkpoint.run.coordinator import Coordinator
 from ckptkit.checkpoint.run.inventory import list_checkpoints, resolve

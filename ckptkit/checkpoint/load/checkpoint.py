@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 from ckptkit.catalog.entry import Catalog
 from ckptkit.checkpoint.load.apply import apply_objects, apply_tensors, decode_plan
 from ckptkit.checkpoint.load.differences import Mismatches, in_all
-from ckptkit.checkpoint.load.plan import LoadOptions, plan_load
+from ckptkit.checkpoint.load.options import LoadOptions
+from ckptkit.checkpoint.load.planner import plan_load
 from ckptkit.checkpoint.load.read import Reading
 from ckptkit.checkpoint.load.shared_reads import exchange, groups_of
 from ckptkit.checkpoint.report import LoadReport, PhaseClock

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 from ckptkit.catalog.entry import Catalog
 from ckptkit.checkpoint.load.checkpoint import load_checkpoint
 from ckptkit.checkpoint.load.foreign_run import find_foreign, refuse_lost_step
-from ckptkit.checkpoint.load.plan import LoadOptions
+from ckptkit.checkpoint.load.options import LoadOptions
 from ckptkit.checkpoint.report import DeferredOptimizer, LoadReport, write_trace_file
 from ckptkit.checkpoint.run.address import resolve_url
 from ckptkit.checkpoint.run.coordinator import Coordinator
@@ -21,17 +21,8 @@ from ckptkit.checkpoint.run.hold import RunHold
 from ckptkit.checkpoint.run.inventory import Skipped, about_new, check_new, choose, list_checkpoints
 from ckptkit.checkpoint.run.pins import pin_unseen, pin_url, pin_while_reading
 from ckptkit.checkpoint.state.train_state import TrainState
-from ckptkit.errors import (
-    CheckpointNotFoundError,
-    CorruptCheckpointError,
-    StorageError,
-    UsageError,
-    command_line,
-)
-from ckptkit.formats.detect import (
-    Candidate,
-    open_source,
-)
+from ckptkit.errors import CheckpointNotFoundError, CorruptCheckpointError, StorageError, command_line
+from ckptkit.formats.detect import Candidate, open_source
 from ckptkit.formats.own.reader import open_catalog
 from ckptkit.formats.own.record import CommitRecord
 from ckptkit.storage.listing import snapshot
@@ -242,12 +233,3 @@ class Loader:
                 _log.debug("step %s: %s", report.step, report.phase_line())
         if self.trace is not None:
             write_trace_file(self.trace, "load", report, rank=self.coordinator.rank)
-
-
-def load_options(options: LoadOptions | None, overrides: Mapping[str, Any]) -> LoadOptions:
-    """Return `options` with the fields in `overrides` replaced. Raises UsageError if a field is unknown."""
-    unknown = [name for name in overrides if name not in LoadOptions.__dataclass_fields__]
-    if unknown:
-        known = ", ".join(LoadOptions.__dataclass_fields__)
-        raise UsageError(f"load has no option {unknown[0]!r}. Known: {known}.")
-    return replace(options or LoadOptions(), **overrides)

@@ -15,11 +15,7 @@ from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.catalog.entry import Catalog, CatalogInfo, TensorEntry
 from ckptkit.checkpoint.run.address import resolve_url
 from ckptkit.checkpoint.state.values import decode, references
-from ckptkit.errors import (
-    CorruptCheckpointError,
-    LoadError,
-    UnsupportedFormatError,
-)
+from ckptkit.errors import CorruptCheckpointError, LoadError, UnsupportedFormatError
 from ckptkit.formats.detect import open_source
 from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.own.reader import OBJECTS_NAME

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from ckptkit.catalog.box import Box
 from ckptkit.catalog.entry import TensorEntry
-from ckptkit.checkpoint.load.plan import LoadOptions, LoadPlan, OptimizerPlan
+from ckptkit.checkpoint.load.options import LoadOptions
+from ckptkit.checkpoint.load.plan import LoadPlan, OptimizerPlan
 from ckptkit.checkpoint.state.layout import as_global
 from ckptkit.checkpoint.state.local_part import PartView, part_view, parts_here
 from ckptkit.checkpoint.state.optimizer import is_paged, memory_order, new_paged, new_state_tensor
