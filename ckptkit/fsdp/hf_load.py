@@ -14,7 +14,9 @@ from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.catalog.entry import Catalog
 from ckptkit.catalog.targets import Target
 from ckptkit.checkpoint.load.checkpoint import load_checkpoint
-from ckptkit.checkpoint.load.plan import LoadOptions, LoadPlan, plan_load
+from ckptkit.checkpoint.load.options import LoadOptions
+from ckptkit.checkpoint.load.plan import LoadPlan
+from ckptkit.checkpoint.load.planner import plan_load
 from ckptkit.checkpoint.run.coordinator import Coordinator
 from ckptkit.checkpoint.save.hf_config import config_of
 from ckptkit.checkpoint.state.train_state import TrainState, model_tensors
