@@ -173,7 +173,6 @@ NIGHT: dict[str, int] = {
     "tests/offline/export/test_dequantize.py::test_fp8_blocks_have_the_values_of_transformers": 5,
     "tests/offline/export/test_transformers_names.py::test_some_model_families_are_mapped_without_transformers": 4,
     "tests/keymaps/test_builtin.py::test_the_map_of_a_model_type_gives_the_names_that_transformers_saves": 5,
-    "tests/formats/hf/test_safetensors.py::test_many_tensors_are_validated_like_single_tensors": 4,
     "tests/formats/hf/test_many_tensors.py::test_each_additional_tensor_costs_a_bounded_number_of_calls": 3,
     "tests/formats/test_zoo.py": 4,
     "tests/formats/deepspeed/test_zero.py::test_weights_equal_those_of_the_job": 4,

@@ -17,9 +17,9 @@ from ckptkit.errors import (
     IncompleteCheckpointError,
     UnsupportedFormatError,
 )
-from ckptkit.formats.dcp.subclasses import SUBCLASSES
+from ckptkit.formats.dcp.subclasses import SUBCLASSES, Recipe
 from ckptkit.formats.hf.dcp_shards import SHARD_NAME, open_shards
-from ckptkit.formats.hf.header import HeaderTensors, SafetensorsHeader, read_headers
+from ckptkit.formats.hf.header import HeaderTensor, SafetensorsHeader, read_headers
 from ckptkit.formats.hf.shard_files import check_index, numbered_files, read_index
 from ckptkit.formats.hf.side_files import SideFiles, file_names, find_side_files, read_json, unread_state
 from ckptkit.formats.hf.torchao import DESCRIBED, found_recipes
@@ -80,45 +80,39 @@ def _catalog(
     for header in headers.values():
         differing.update(dict.fromkeys(k for k, text in header.metadata.items() if metadata.get(k, text) != text))
         metadata.update(header.metadata)
-    columns = (row for header in headers.values() for row in header.tensors.columns()) if DESCRIBED in metadata else ()
-    described = [header.metadata for header in headers.values()]
-    recipes, names = found_recipes(described, {row[0]: (row[1], row[2]) for row in columns}, store.url)
+    tensors = {path: header.tensors for path, header in headers.items()}
+    recipes: dict[str, Recipe] = {}
+    if DESCRIBED in metadata:
+        stored = {name: tensor for found in tensors.values() for name, tensor in found.items()}
+        recipes, names = found_recipes([header.metadata for header in headers.values()], stored, store.url)
+        tensors = {path: {names.get(n, n): tensor for n, tensor in found.items()} for path, found in tensors.items()}
     if recipes:
         metadata = {}  # the recipes contain the same information
-    if differing and not recipes:
+    elif differing:
         notes = (*notes, f"the files' __metadata__ differs in {', '.join(differing)}, which is not read.")
     kept = {key: text for key, text in metadata.items() if key != "format" and key not in differing}
     info = _info(store, headers, side, notes, kept)
-    if not recipes:
-        return Catalog(_LazyTensors(headers), info=info)
-    named = {}
-    for path, header in headers.items():
-        old = header.tensors
-        new = HeaderTensors([names.get(n, n) for n in old], old.dtypes, old.shapes, old.starts, old.nbytes)
-        named[path] = SafetensorsHeader(new, header.metadata, header.nbytes)
-    objects = {SUBCLASSES: ObjectEntry(SUBCLASSES, encoding="value", value=recipes)}
-    return Catalog(_LazyTensors(named), objects, info)
+    objects = {SUBCLASSES: ObjectEntry(SUBCLASSES, encoding="value", value=recipes)} if recipes else {}
+    return Catalog(_LazyTensors(tensors), objects, info)
 
 
 class _LazyTensors(WholeTensors):
     """The tensors in several files. Entries are created on demand, then cached."""
 
-    def __init__(self, headers: Mapping[str, SafetensorsHeader]) -> None:
-        self._headers = headers
+    def __init__(self, files: Mapping[str, Mapping[str, HeaderTensor]]) -> None:
+        self._files = files
         self._paths: dict[str, str] = {}
         self._made: dict[str, TensorEntry] = {}
-        for path, header in headers.items():
-            twice = self._paths.keys() & header.tensors.keys() if self._paths else ()
-            for name in header.tensors if twice else ():
-                if name in twice:
-                    raise CorruptCheckpointError(f"tensor {name!r} is in {self._paths[name]} and again in {path}.")
-            self._paths.update(dict.fromkeys(header.tensors, path))
+        for path, tensors in files.items():
+            if twice := sorted(self._paths.keys() & tensors.keys()):
+                raise CorruptCheckpointError(f"tensor {twice[0]!r} is in {self._paths[twice[0]]} and again in {path}.")
+            self._paths.update(dict.fromkeys(tensors, path))
 
     def __getitem__(self, name: str) -> TensorEntry:
         found = self._made.get(name)
         if found is None:
             path = self._paths[name]
-            found = self._made[name] = _entry((path,), name, *self._headers[path].tensors[name])
+            found = self._made[name] = _entry((path,), name, *self._files[path][name])
         return found
 
     def __contains__(self, name: object) -> bool:
@@ -139,8 +133,8 @@ class _LazyTensors(WholeTensors):
     def _all(self) -> dict[str, TensorEntry]:
         """Create all entries at once, which is five times faster than creating each entry separately."""
         if len(self._made) < len(self._paths):
-            columns = (((path,), header.tensors.columns()) for path, header in self._headers.items())
-            made = {row[0]: _entry(paths, *row) for paths, rows in columns for row in rows}
+            files = (((path,), tensors) for path, tensors in self._files.items())
+            made = {name: _entry(paths, name, *tensor) for paths, found in files for name, tensor in found.items()}
             self._made = {**made, **self._made} if self._made else made
         return self._made
 

@@ -18,6 +18,7 @@ from typing import Any
 from ckptkit.catalog.box import row_major_strides
 from ckptkit.errors import CorruptCheckpointError, UnsupportedFormatError
 from ckptkit.formats.dcp.subclasses import SEPARATOR, WEIGHTS, Recipe, blocks_of
+from ckptkit.formats.hf.header import HeaderTensor
 from ckptkit.formats.own.json import parse
 
 DESCRIBED = "tensor_names"
@@ -38,13 +39,13 @@ def stored_name(name: str) -> str:
 
 
 def found_recipes(
-    headers: Iterable[Mapping[str, str]], tensors: Mapping[str, tuple[str, tuple[int, ...]]], path: str
+    headers: Iterable[Mapping[str, str]], tensors: Mapping[str, HeaderTensor], path: str
 ) -> tuple[dict[str, Recipe], dict[str, str]]:
     """Return a checkpoint's recipes of quantized weights, and the catalog names of these weights' stored tensors.
 
     Args:
         headers: The `__metadata__` of each file.
-        tensors: dtype and shape of all stored tensors, by name.
+        tensors: All stored tensors, by name.
         path: The file or directory, for messages.
 
     Raises:
@@ -98,8 +99,9 @@ def _descriptions(headers: Iterable[Mapping[str, str]], path: str) -> dict[str, 
     return found
 
 
-def _recipe(kind: str, data: Mapping[str, Any], inner: Mapping[str, tuple[str, tuple[int, ...]]]) -> Recipe:
-    packed, held = inner.get("qdata", next(iter(inner.values())))
+def _recipe(kind: str, data: Mapping[str, Any], inner: Mapping[str, HeaderTensor]) -> Recipe:
+    first = inner.get("qdata", next(iter(inner.values())))
+    packed, held = first.dtype, first.shape
     shape = data.get("shape")
     if shape is None:
         shape = [*held[:-1], held[-1] * 2] if packed == "uint8" and held else list(held)
@@ -108,8 +110,8 @@ def _recipe(kind: str, data: Mapping[str, Any], inner: Mapping[str, tuple[str, t
     context = {key: _from_json(value, shape) for key, value in data.items()}
     dtype = context.get("dtype") or context.get("orig_dtype")
     placed = {}
-    for name, (_, sizes) in inner.items():
-        block = blocks_of(shape, sizes)
+    for name, tensor in inner.items():
+        block = blocks_of(shape, tensor.shape)
         placed[name] = {"placed": "whole"} if block is None else {"placed": "like", "block": block}
     return {
         "class": CLASSES[kind],

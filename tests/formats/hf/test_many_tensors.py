@@ -50,13 +50,13 @@ def _calls(work: Callable[[], Any]) -> int:
 
 
 _COMMANDS: dict[str, tuple[Callable[[str, str, str], Any], int]] = {  # and the maximum number of calls per tensor
-    "open": (lambda a, b, out: open_source(a), 1),
-    "verify --quick": (lambda a, b, out: verify(a, quick=True), 1),
-    "inspect": (lambda a, b, out: inspect(a), 24),
-    "verify": (lambda a, b, out: verify(a), 10),
-    "diff": (lambda a, b, out: diff(a, b), 65),
-    "convert --dry-run": (lambda a, b, out: convert(a, out, dry_run=True).plan_lines(), 160),
-    "convert": (lambda a, b, out: convert(a, out), 185),
+    "open": (lambda a, b, out: open_source(a), 20),
+    "verify --quick": (lambda a, b, out: verify(a, quick=True), 20),
+    "inspect": (lambda a, b, out: inspect(a), 42),
+    "verify": (lambda a, b, out: verify(a), 28),
+    "diff": (lambda a, b, out: diff(a, b), 96),
+    "convert --dry-run": (lambda a, b, out: convert(a, out, dry_run=True).plan_lines(), 178),
+    "convert": (lambda a, b, out: convert(a, out), 212),
     "convert --to dcp": (lambda a, b, out: convert(a, out, to="dcp"), 280),
     "reshard": (lambda a, b, out: reshard(a, out, world_size=2), 675),
 }
