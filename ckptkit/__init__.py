@@ -30,7 +30,7 @@ _WHERE = {
     "PerRank": "ckptkit.checkpoint.state.train_state",
     "Shard": "ckptkit.checkpoint.state.layout",
     "RetentionPolicy": "ckptkit.checkpoint.retention",
-    "open_checkpoint": "ckptkit.checkpoint.load.mapping",
+    "open_checkpoint": "ckptkit.checkpoint.mapping",
     "DCPWriter": "ckptkit.formats.dcp.torch_api",
     "DCPReader": "ckptkit.formats.dcp.torch_api",
     "DCPSavePlanner": "ckptkit.formats.dcp.planners",
@@ -69,8 +69,8 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from ckptkit.checkpoint.load.mapping import open_checkpoint
     from ckptkit.checkpoint.manager import CheckpointManager
+    from ckptkit.checkpoint.mapping import open_checkpoint
     from ckptkit.checkpoint.retention import RetentionPolicy
     from ckptkit.checkpoint.state.layout import Shard
     from ckptkit.checkpoint.state.train_state import PerRank, StateDictType, TrainState

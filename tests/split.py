@@ -110,7 +110,7 @@ NIGHT: dict[str, int] = {
     "tests/checkpoint/save/test_background.py::test_a_queued_save_is_completed_after_the_main_thread_ends": 0,
     "tests/checkpoint/save/test_local.py": 3,
     "tests/checkpoint/save/test_replicas.py": 6,
-    "tests/checkpoint/load/test_mapping.py::test_reading_a_float_tensor_does_not_import_torch": 3,
+    "tests/checkpoint/test_mapping.py::test_reading_a_float_tensor_does_not_import_torch": 3,
     "tests/checkpoint/load/test_shared_reads.py": 4,
     "tests/checkpoint/load/test_shared_reads.py::test_from_an_object_store_replicas_are_read_once": 0,
     "tests/checkpoint/load/test_shared_reads.py::test_a_rank_that_dies_while_it_sends_fails_the_others": 0,

@@ -23,8 +23,8 @@ import numpy as np
 import torch
 
 from ckptkit import convert
-from ckptkit.checkpoint.load.mapping import open_checkpoint
 from ckptkit.checkpoint.manager import CheckpointManager
+from ckptkit.checkpoint.mapping import open_checkpoint
 from ckptkit.checkpoint.retention import RetentionPolicy
 from ckptkit.checkpoint.run.inventory import resolve
 from ckptkit.checkpoint.run.pins import pin_while_reading

@@ -15,8 +15,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from ckptkit.checkpoint.load.mapping import open_checkpoint
 from ckptkit.checkpoint.manager import SignalWatch, parse_signals
+from ckptkit.checkpoint.mapping import open_checkpoint
 from ckptkit.checkpoint.run.coordinator import Coordinator
 from ckptkit.checkpoint.state.train_state import TrainState, is_stateful, section
 from ckptkit.errors import UsageError

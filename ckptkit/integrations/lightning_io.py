@@ -13,7 +13,7 @@ from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 
 from ckptkit.catalog.entry import Role
-from ckptkit.checkpoint.load.mapping import Checkpoint, open_checkpoint
+from ckptkit.checkpoint.mapping import Checkpoint, open_checkpoint
 from ckptkit.checkpoint.retention import RetentionPolicy
 from ckptkit.checkpoint.state.train_state import TrainState
 from ckptkit.integrations.lightning_state import (

@@ -19,7 +19,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from ckptkit import CheckpointManager, RetentionPolicy, TrainState
 from ckptkit.checkpoint import manager as manager_module
-from ckptkit.checkpoint.load.mapping import open_checkpoint
+from ckptkit.checkpoint.mapping import open_checkpoint
 from ckptkit.errors import CheckpointExistsError, CheckpointNotFoundError, UsageError
 from tests.checkpoint import jobs
 from tests.checkpoint.saving import leftovers, steps

@@ -18,9 +18,9 @@ import numpy as np
 import torch
 
 from ckptkit.checkpoint.load.checkpoint import load_checkpoint
-from ckptkit.checkpoint.load.mapping import open_checkpoint
 from ckptkit.checkpoint.load.options import LoadOptions
 from ckptkit.checkpoint.manager import CheckpointManager
+from ckptkit.checkpoint.mapping import open_checkpoint
 from ckptkit.checkpoint.run.coordinator import Coordinator
 from ckptkit.checkpoint.run.inventory import list_checkpoints, resolve
 from ckptkit.checkpoint.run.pins import list_pins

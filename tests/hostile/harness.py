@@ -49,7 +49,7 @@ class Outcome:
 
 
 def _read_all(url: str) -> None:
-    from ckptkit.checkpoint.load.mapping import open_checkpoint
+    from ckptkit.checkpoint.mapping import open_checkpoint
 
     checkpoint = open_checkpoint(url)
     for name in list(checkpoint)[:200]:
