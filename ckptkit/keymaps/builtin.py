@@ -28,9 +28,7 @@ from ckptkit.keymaps.rules import (
     written_templates,
 )
 
-
-def _p(template: str) -> NamePattern:
-    return NamePattern(template)
+_p = NamePattern
 
 
 def _experts(block: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:

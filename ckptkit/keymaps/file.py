@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields
-from typing import Any
+from typing import Any, TypeAlias
 
 from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.errors import UnsupportedFormatError, UsageError
@@ -36,7 +36,7 @@ def parse_key_map(text: str, *, file: str) -> NameMap:
     """
     data = _load(text, file)
     if not isinstance(data, Mapping):
-        raise UsageError(f"{file}: a key map is a table with 'rules', not {_kind(data)}.")
+        raise UsageError(f"{file}: a key map is a table with 'rules', not {_shown(data)}.")
     _only(data, _TOP, file)
     rules = data.get("rules")
     if not isinstance(rules, list) or not rules:
@@ -73,7 +73,7 @@ def _load(text: str, file: str) -> Any:
 
 def _rule(data: Any, where: str) -> Rule:
     if not isinstance(data, Mapping):
-        raise UsageError(f"{where}: a rule is a table, not {_kind(data)}.")
+        raise UsageError(f"{where}: a rule is a table, not {_shown(data)}.")
     op = data.get("op")
     if not isinstance(op, str) or op not in _OPS:
         raise UsageError(f"{where}: op = {op!r:.80} is not one of {', '.join(_OPS)}.")
@@ -82,11 +82,9 @@ def _rule(data: Any, where: str) -> Rule:
     _only(data, {"op"} | sources | keys.keys(), where)
     needed = {field.name for field in fields(kind) if field.default is MISSING}
     try:
-        values = {key: parse(data, key, where) for key, parse in keys.items() if key in data or key in needed}
-        if "sizes" in values and values["sizes"] is None:
-            del values["sizes"]  # null in JSON means the default of the rule; a split then makes equal parts
+        values = {key: _value(data, key, what, where) for key, what in keys.items() if key in needed or _has(data, key)}
         sizes, names = values.get("sizes"), "from" if op == "concat" else "to"
-        if isinstance(sizes, tuple) and len(sizes) != (count := len(_texts(data, names, where))):
+        if isinstance(sizes, tuple) and len(sizes) != (count := len(_value(data, names, _NAMES, where))):
             raise UsageError(f"{where}: expected {count} 'sizes', one per name in {names!r}, found {len(sizes)}.")
         made: Rule = kind(source=_source(data, op, where), **values)
         return made
@@ -97,80 +95,59 @@ def _rule(data: Any, where: str) -> Rule:
 
 def _source(data: Mapping[str, Any], op: str, where: str) -> NamePattern | tuple[NamePattern, ...]:
     if op == "concat":
-        return tuple(NamePattern(text) for text in _texts(data, "from", where))
+        return tuple(NamePattern(text) for text in _value(data, "from", _NAMES, where))
     if ("from" in data) == ("match" in data):
         raise UsageError(f"{where}: give either 'from' (a template) or 'match' (a regex).")
     if "from" in data:
-        return NamePattern(_text(data, "from", where))
-    return NamePattern(regex=_text(data, "match", where))
+        return NamePattern(_value(data, "from", _TEXT, where))
+    return NamePattern(regex=_value(data, "match", _TEXT, where))
 
 
-# --- the values of a rule's keys
+# --- the values of a rule's keys: a description for messages, and whether a value is accepted
 
 
-def _direction(data: Mapping[str, Any], key: str, where: str) -> str:
-    to = data[key]
-    if to not in ("halves", "interleaved"):
-        raise UsageError(
-            f"{where}: to = {to!r:.80} is not one of 'halves' (transformers), 'interleaved' (Meta's code)."
-        )
-    return str(to)
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and value != ""
 
 
-def _float_dtype(data: Mapping[str, Any], key: str, where: str) -> str:
-    name = _text(data, key, where)
+def _is_float_dtype(value: Any) -> bool:
     try:
-        known = dtype_of(name).kind == "float"
+        return isinstance(value, str) and dtype_of(value).kind == "float"
     except UnsupportedFormatError:
-        known = False
-    if not known:
-        raise UsageError(f"{where}: dtype = {name!r:.80} is not a float dtype such as 'bf16' or 'fp32'.")
-    return name
+        return False
 
 
-def _dims(data: Mapping[str, Any], key: str, where: str) -> tuple[int, ...]:
-    dims = data[key]
-    if not isinstance(dims, list) or any(not isinstance(d, int) or isinstance(d, bool) for d in dims):
-        raise UsageError(f"{where}: 'dims' must be a list of integers.")
-    return tuple(dims)
+def _list_of(is_item: Callable[[Any], bool], least: int = 0) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, list) and len(value) >= least and all(map(is_item, value))
 
 
-def _size(data: Mapping[str, Any], key: str, where: str) -> int | str:
-    size = data.get(key)
-    if isinstance(size, bool) or not isinstance(size, (int, str)):
-        example = "num_attention_heads" if key == "heads" else "vocab_size"
-        raise UsageError(f"{where}: {key!r} must be a number or a key of config.json such as {example!r}.")
-    return size
+def _is_size(value: Any) -> bool:
+    return type(value) in (int, str)
 
 
-def _sizes(data: Mapping[str, Any], key: str, where: str) -> Any:
-    sizes = data[key]
-    if sizes is None or sizes == "equal":
-        return sizes
-    if not isinstance(sizes, list) or any(isinstance(s, bool) or not isinstance(s, (int, str)) for s in sizes):
-        raise UsageError(f"{where}: 'sizes' must be 'equal' or a list of numbers and keys of config.json.")
-    return tuple(sizes)
+_Kind: TypeAlias = tuple[str, Callable[[Any], bool]]
+_TEXT: _Kind = ("text", _is_text)
+_NAMES: _Kind = ("a list of two names or more", _list_of(_is_text, 2))
+_INTEGER: _Kind = ("an integer", lambda value: type(value) is int)
+_INTEGERS: _Kind = ("a list of integers", _list_of(lambda value: type(value) is int))
+_SIZE: _Kind = ("a number or a key of config.json such as 'num_attention_heads'", _is_size)
+_SIZES: _Kind = (
+    "'equal' or a list of numbers and keys of config.json",
+    lambda value: value == "equal" or _list_of(_is_size)(value),
+)
+_LAYOUT: _Kind = ("'halves' (transformers) or 'interleaved' (Meta's code)", lambda v: v in ("halves", "interleaved"))
+_FLOAT_DTYPE: _Kind = ("a float dtype such as 'bf16' or 'fp32'", _is_float_dtype)
 
 
-def _text(data: Mapping[str, Any], key: str, where: str) -> str:
-    value = data.get(key)
-    if not isinstance(value, str) or not value:
-        raise UsageError(f"{where}: {key!r} must be text, not {_kind(value)}.")
-    return value
+def _has(data: Mapping[str, Any], key: str) -> bool:
+    return data.get(key) is not None  # null in JSON means the default
 
 
-def _texts(data: Mapping[str, Any], key: str, where: str) -> tuple[str, ...]:
-    value = data.get(key)
-    if not isinstance(value, list) or len(value) < 2 or any(not isinstance(v, str) or not v for v in value):
-        raise UsageError(f"{where}: {key!r} must be a list of two names or more.")
-    return tuple(value)
-
-
-def _int(data: Mapping[str, Any], key: str, where: str) -> int:
-    value = data[key]
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise UsageError(f"{where}: {key!r} must be an integer, not {_kind(value)}.")
-    return value
+def _value(data: Mapping[str, Any], key: str, kind: _Kind, where: str) -> Any:
+    value, (what, accepts) = data.get(key), kind
+    if not accepts(value):
+        raise UsageError(f"{where}: {key!r} must be {what}, not {_shown(value)}.")
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _only(data: Mapping[str, Any], known: set[str], where: str) -> None:
@@ -179,7 +156,7 @@ def _only(data: Mapping[str, Any], known: set[str], where: str) -> None:
             raise UsageError(f"{where}: unknown key {key!r:.80}; known are {', '.join(sorted(known))}.")
 
 
-def _kind(value: Any) -> str:
+def _shown(value: Any) -> str:
     return "missing" if value is None else f"{type(value).__name__} {value!r:.80}"
 
 
@@ -190,16 +167,16 @@ def _rule_lines(text: str, file: str) -> list[int]:
     return [n for n, line in enumerate(text.splitlines(), start=1) if line.strip().startswith("[[rules]]")]
 
 
-# For each op, its rule, and how to parse the rule's keys. The keys are the names of the rule's fields.
-_OPS: dict[str, tuple[type[Any], dict[str, Callable[[Mapping[str, Any], str, str], Any]]]] = {
-    "rename": (Rename, {"to": _text}),
-    "drop": (Drop, {"why": _text}),
-    "split": (Split, {"to": _texts, "dim": _int, "sizes": _sizes}),
-    "concat": (Concat, {"to": _text, "dim": _int, "sizes": _sizes}),
-    "stack": (Stack, {"to": _text, "dim": _int, "index": _text}),
-    "unstack": (Unstack, {"to": _text, "dim": _int, "index": _text}),
-    "transpose": (Transpose, {"dims": _dims}),
-    "rope_permute": (RopePermute, {"to": _direction, "heads": _size}),
-    "cast": (Cast, {"dtype": _float_dtype}),
-    "pad": (Pad, {"size": _size, "dim": _int}),
+# For each op, its rule, and the values of the rule's keys. The keys are the names of the rule's fields.
+_OPS: dict[str, tuple[type[Any], dict[str, _Kind]]] = {
+    "rename": (Rename, {"to": _TEXT}),
+    "drop": (Drop, {"why": _TEXT}),
+    "split": (Split, {"to": _NAMES, "dim": _INTEGER, "sizes": _SIZES}),
+    "concat": (Concat, {"to": _TEXT, "dim": _INTEGER, "sizes": _SIZES}),
+    "stack": (Stack, {"to": _TEXT, "dim": _INTEGER, "index": _TEXT}),
+    "unstack": (Unstack, {"to": _TEXT, "dim": _INTEGER, "index": _TEXT}),
+    "transpose": (Transpose, {"dims": _INTEGERS}),
+    "rope_permute": (RopePermute, {"to": _LAYOUT, "heads": _SIZE}),
+    "cast": (Cast, {"dtype": _FLOAT_DTYPE}),
+    "pad": (Pad, {"size": _SIZE, "dim": _INTEGER}),
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -174,7 +174,25 @@ class RuleState:
 
 def run(rule: Rule, work: RuleState) -> int:
     """Apply one rule, and return the number of tensors that the rule matches. Adds errors to `work.faults`."""
-    return _RUNNERS[type(rule)](rule, work)
+    if isinstance(rule, (Concat, Stack)):
+        return _join_pieces(rule, work)
+    taken: list[str] = []
+    made: list[tuple[str, Target]] = []
+    match = rule.source.matcher()
+    for name, target in work.targets.items():
+        bound = match(name)
+        if bound is None:
+            continue
+        try:
+            made += [] if isinstance(rule, Drop) else _MAKERS[type(rule)](rule, target, bound, work.config)
+            taken.append(name)
+        except CheckpointMismatchError as error:
+            work.faults.append(str(error))
+    if isinstance(rule, Drop):
+        work.drop(taken, rule.why)
+    else:
+        work.replaced(taken, made)
+    return len(taken)
 
 
 def size_of(size: Size, config: Mapping[str, Any], rule: str) -> int:
@@ -211,201 +229,167 @@ def _config_value(config: Mapping[str, Any], key: str) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
-def _one_by_one(
-    pattern: NamePattern, work: RuleState, make: Callable[[Target, Mapping[str, str]], list[tuple[str, Target]]]
-) -> int:
-    """Replace each matching tensor with the result of `make`. Add an error if `make` raises CheckpointMismatchError."""
-    taken: list[str] = []
-    made: list[tuple[str, Target]] = []
-    match = pattern.matcher()
-    for name, target in work.targets.items():
-        bound = match(name)
-        if bound is None:
-            continue
-        try:
-            made += make(target, bound)
-            taken.append(name)
-        except CheckpointMismatchError as error:
-            work.faults.append(str(error))
-    work.replaced(taken, made)
-    return len(taken)
+# --- rules that apply to one tensor: each function returns the new names and tensors
+
+_Bound = Mapping[str, str]
+_Config = Mapping[str, Any]
+_Made = list[tuple[str, Target]]
 
 
-def _rename(rule: Rename, work: RuleState) -> int:
-    return _one_by_one(rule.source, work, lambda target, bound: [(render(rule.to, bound), target)])
+def _rename(rule: Rename, target: Target, bound: _Bound, config: _Config) -> _Made:
+    return [(render(rule.to, bound), target)]
 
 
-def _drop(rule: Drop, work: RuleState) -> int:
-    match = rule.source.matcher()
-    gone = [name for name in work.targets if match(name) is not None]
-    work.drop(gone, rule.why)
-    return len(gone)
+def _split(rule: Split, target: Target, bound: _Bound, config: _Config) -> _Made:
+    dim, n = dim_of(target, rule.dim, "split"), len(rule.to)
+    if rule.sizes is None or rule.sizes == "equal":
+        sizes = [target.shape[dim] // n] * n
+    else:
+        sizes = [size_of(size, config, f"split of {rule.source}") for size in rule.sizes]
+    if sum(sizes) != target.shape[dim] or min(sizes) < 0:
+        raise CheckpointMismatchError(
+            f"{target.name!r} of shape {list(target.shape)} can't be split along {dim} into {n} parts of {sizes}"
+        )
+    return [(render(to, bound), piece) for to, piece in zip(rule.to, target.split(dim, sizes), strict=True)]
 
 
-def _split(rule: Split, work: RuleState) -> int:
-    def make(target: Target, bound: Mapping[str, str]) -> list[tuple[str, Target]]:
-        dim = _dim(target, rule.dim, "split")
-        n = len(rule.to)
-        if rule.sizes is None or rule.sizes == "equal":
-            sizes = [target.shape[dim] // n] * n
-        else:
-            sizes = [size_of(size, work.config, f"split of {rule.source}") for size in rule.sizes]
-        if sum(sizes) != target.shape[dim] or min(sizes) < 0:
-            raise CheckpointMismatchError(
-                f"{target.name!r} of shape {list(target.shape)} can't be split along {dim} into {n} parts of {sizes}"
-            )
-        return [(render(to, bound), piece) for to, piece in zip(rule.to, target.split(dim, sizes), strict=True)]
-
-    return _one_by_one(rule.source, work, make)
+def _unstack(rule: Unstack, target: Target, bound: _Bound, config: _Config) -> _Made:
+    dim = dim_of(target, rule.dim, "unstack")
+    if target.shape[dim] == 0:
+        raise CheckpointMismatchError(f"{target.name!r} of shape {list(target.shape)} has no elements along {dim}")
+    if target.shape[dim] > _MAX_PIECES:
+        raise CheckpointMismatchError(
+            f"{target.name!r} of shape {list(target.shape)} would be split into {target.shape[dim]} tensors; "
+            f"{_MAX_PIECES} are allowed"
+        )
+    return [(render(rule.to, {**bound, rule.index: str(i)}), piece) for i, piece in enumerate(unbound(target, dim))]
 
 
-def _concat(rule: Concat, work: RuleState) -> int:
+def _transpose(rule: Transpose, target: Target, bound: _Bound, config: _Config) -> _Made:
+    n = len(target.shape)
+    dims = rule.dims or (*range(n - 2), *range(n - 1, max(n - 3, -1), -1))
+    if (n < 2 and not rule.dims) or sorted(dims) != list(range(n)):
+        raise CheckpointMismatchError(f"{target.name!r} of shape {list(target.shape)} can't be transposed by {dims}")
+    return [(target.name, target.transposed(tuple(dims)))]
+
+
+def _rope_permute(rule: RopePermute, target: Target, bound: _Bound, config: _Config) -> _Made:
+    heads = size_of(rule.heads, config, f"rope permutation of {target.name!r}")
+    if not target.shape or heads < 1 or target.shape[0] % (2 * heads):
+        raise CheckpointMismatchError(
+            f"{target.name!r} of shape {list(target.shape)}: the rows cannot be divided into {heads} heads, each "
+            "with an even number of rows"
+        )
+    return [(target.name, target.rope_permuted(heads, to_halves=rule.to == "halves"))]
+
+
+def _cast(rule: Cast, target: Target, bound: _Bound, config: _Config) -> _Made:
+    wanted = dtype_of(rule.dtype)
+    if wanted.kind != "float" or dtype_of(target.dtype).kind != "float":
+        raise CheckpointMismatchError(f"{target.name!r} is {target.dtype}, which can't be cast to {wanted.name}")
+    return [(target.name, replace(target, dtype=wanted.name))]
+
+
+def _pad(rule: Pad, target: Target, bound: _Bound, config: _Config) -> _Made:
+    dim, size = dim_of(target, rule.dim, "pad"), size_of(rule.size, config, f"padding of {target.name!r}")
+    if size < target.shape[dim]:
+        raise CheckpointMismatchError(
+            f"{target.name!r} of shape {list(target.shape)} can't be padded to {size} along {dim}: that is shorter"
+        )
+    return [(target.name, target.resized(dim, size))]
+
+
+_MAKERS: dict[type, Callable[[Any, Target, _Bound, _Config], _Made]] = {
+    Rename: _rename,
+    Split: _split,
+    Unstack: _unstack,
+    Transpose: _transpose,
+    RopePermute: _rope_permute,
+    Cast: _cast,
+    Pad: _pad,
+}
+
+
+# --- rules that join several tensors
+
+
+def _join_pieces(rule: Concat | Stack, work: RuleState) -> int:
+    """Collect the pieces of each new tensor by their numbers, and join them."""
     found: dict[str, dict[int, Target]] = {}
-    for i, pattern in enumerate(rule.source):
+    for number, pattern in enumerate(rule.source if isinstance(rule, Concat) else (rule.source,)):
         match = pattern.matcher()
         for name, target in work.targets.items():
             bound = match(name)
-            if bound is not None:
-                _put(found, render(rule.to, bound), i, target, work)
+            if bound is None or (isinstance(rule, Stack) and not _is_number(bound[rule.index])):
+                continue
+            index, to = int(bound[rule.index]) if isinstance(rule, Stack) else number, render(rule.to, bound)
+            first = found.setdefault(to, {}).setdefault(index, target)
+            if first is not target:
+                work.faults.append(f"{to!r}: {first.name!r} and {target.name!r} would both be piece {index}")
     made: list[tuple[str, Target]] = []
     for to, pieces in found.items():
-        there = list(pieces.values())
-        missing = [str(pattern) for i, pattern in enumerate(rule.source) if i not in pieces]
-        if missing:
-            work.faults.append(f"{to!r} lacks {', '.join(missing)}; found only {', '.join(p.name for p in there)}")
-            continue
         try:
-            made.append((to, _joined(to, there, rule, work)))
+            joined = _concat(rule, to, pieces, work.config) if isinstance(rule, Concat) else _stack(rule, to, pieces)
+            made.append((to, joined))
         except CheckpointMismatchError as error:
             work.faults.append(str(error))
-    taken = [p.name for pieces in found.values() for p in pieces.values()]
+    taken = [piece.name for pieces in found.values() for piece in pieces.values()]
     work.replaced(taken, made)
     return len(taken)
 
 
-def _put(found: dict[str, dict[int, Target]], to: str, index: int, target: Target, work: RuleState) -> None:
-    """Add `target` to `found` as piece number `index` of the tensor `to`. Add an error if this piece already exists."""
-    first = found.setdefault(to, {}).setdefault(index, target)
-    if first is not target:
-        work.faults.append(f"{to!r}: {first.name!r} and {target.name!r} would both be piece {index}")
-
-
-def _joined(to: str, pieces: list[Target], rule: Concat, work: RuleState) -> Target:
-    dim = _dim(pieces[0], rule.dim, "concat")
-    _same_but(to, pieces, dim)
-    found = [p.shape[dim] for p in pieces]
+def _concat(rule: Concat, to: str, numbered: Mapping[int, Target], config: _Config) -> Target:
+    pieces = list(numbered.values())
+    missing = [str(pattern) for i, pattern in enumerate(rule.source) if i not in numbered]
+    if missing:
+        there = ", ".join(piece.name for piece in pieces)
+        raise CheckpointMismatchError(f"{to!r} lacks {', '.join(missing)}; found only {there}")
+    dim = dim_of(pieces[0], rule.dim, "concat")
+    check_alike(to, pieces, dim)
+    found = [piece.shape[dim] for piece in pieces]
     wanted = found
     if rule.sizes == "equal":
         wanted = [found[0]] * len(found)
     elif rule.sizes is not None:
-        wanted = [size_of(size, work.config, f"concat to {rule.to}") for size in rule.sizes]
+        wanted = [size_of(size, config, f"concat to {rule.to}") for size in rule.sizes]
     if wanted != found:
         raise CheckpointMismatchError(f"{to!r}: its parts have sizes {found} along {dim}, but the rule wants {wanted}")
     return concatenated(to, pieces, dim)
 
 
-def _stack(rule: Stack, work: RuleState) -> int:
-    found: dict[str, dict[int, Target]] = {}
-    match = rule.source.matcher()
-    for name, target in work.targets.items():
-        bound = match(name)
-        if bound is not None and _is_number(bound[rule.index]):
-            _put(found, render(rule.to, bound), int(bound[rule.index]), target, work)
-    made: list[tuple[str, Target]] = []
-    for to, pieces in found.items():
-        gaps = sorted(set(range(max(pieces) + 1)) - set(pieces)) if max(pieces) < 10**6 else [len(pieces)]
-        if gaps:
-            work.faults.append(f"{to!r}: no tensor matches {rule.source} with {rule.index} = {gaps[:20]}")
-            continue
-        ordered = [pieces[i] for i in range(len(pieces))]
-        try:
-            _same_but(to, ordered, None)
-            dim = rule.dim if rule.dim >= 0 else rule.dim + len(ordered[0].shape) + 1
-            if not 0 <= dim <= len(ordered[0].shape):
-                raise CheckpointMismatchError(
-                    f"{to!r}: tensors of shape {list(ordered[0].shape)} cannot be stacked along dimension {rule.dim}"
-                )
-            made.append((to, concatenated(to, [t.unsqueezed(dim) for t in ordered], dim)))
-        except CheckpointMismatchError as error:
-            work.faults.append(str(error))
-    taken = [t.name for pieces in found.values() for t in pieces.values()]
-    work.replaced(taken, made)
-    return len(taken)
+def _stack(rule: Stack, to: str, numbered: Mapping[int, Target]) -> Target:
+    most = max(numbered)
+    gaps = sorted(set(range(most + 1)) - set(numbered)) if most < 10**6 else [len(numbered)]
+    if gaps:
+        raise CheckpointMismatchError(f"{to!r}: no tensor matches {rule.source} with {rule.index} = {gaps[:20]}")
+    pieces = [numbered[i] for i in range(len(numbered))]
+    check_alike(to, pieces, None)
+    shape = pieces[0].shape
+    dim = rule.dim if rule.dim >= 0 else rule.dim + len(shape) + 1
+    if not 0 <= dim <= len(shape):
+        raise CheckpointMismatchError(
+            f"{to!r}: tensors of shape {list(shape)} cannot be stacked along dimension {rule.dim}"
+        )
+    return concatenated(to, [piece.unsqueezed(dim) for piece in pieces], dim)
 
 
-def _unstack(rule: Unstack, work: RuleState) -> int:
-    def make(target: Target, bound: Mapping[str, str]) -> list[tuple[str, Target]]:
-        dim = _dim(target, rule.dim, "unstack")
-        if target.shape[dim] == 0:
-            raise CheckpointMismatchError(f"{target.name!r} of shape {list(target.shape)} has no elements along {dim}")
-        if target.shape[dim] > _MAX_PIECES:
-            raise CheckpointMismatchError(
-                f"{target.name!r} of shape {list(target.shape)} would be split into {target.shape[dim]} tensors; "
-                f"{_MAX_PIECES} are allowed"
-            )
-        pieces = target.split(dim, [1] * target.shape[dim])
-        return [(render(rule.to, {**bound, rule.index: str(i)}), piece.squeezed(dim)) for i, piece in enumerate(pieces)]
-
-    return _one_by_one(rule.source, work, make)
+# --- dimensions and pieces
 
 
-def _transpose(rule: Transpose, work: RuleState) -> int:
-    def make(target: Target, bound: Mapping[str, str]) -> list[tuple[str, Target]]:
-        n = len(target.shape)
-        dims = rule.dims or (*range(n - 2), *range(n - 1, max(n - 3, -1), -1))
-        if (n < 2 and not rule.dims) or sorted(dims) != list(range(n)):
-            raise CheckpointMismatchError(
-                f"{target.name!r} of shape {list(target.shape)} can't be transposed by {dims}"
-            )
-        return [(target.name, target.transposed(tuple(dims)))]
-
-    return _one_by_one(rule.source, work, make)
+def unbound(target: Target, dim: int) -> list[Target]:
+    """Return one tensor per position along `dim`, without that dimension."""
+    return [piece.squeezed(dim) for piece in target.split(dim, [1] * target.shape[dim])]
 
 
-def _rope_permute(rule: RopePermute, work: RuleState) -> int:
-    def make(target: Target, bound: Mapping[str, str]) -> list[tuple[str, Target]]:
-        heads = size_of(rule.heads, work.config, f"rope permutation of {target.name!r}")
-        if not target.shape or heads < 1 or target.shape[0] % (2 * heads):
-            raise CheckpointMismatchError(
-                f"{target.name!r} of shape {list(target.shape)}: the rows cannot be divided into {heads} heads, each "
-                "with an even number of rows"
-            )
-        return [(target.name, target.rope_permuted(heads, to_halves=rule.to == "halves"))]
-
-    return _one_by_one(rule.source, work, make)
-
-
-def _cast(rule: Cast, work: RuleState) -> int:
-    def make(target: Target, bound: Mapping[str, str]) -> list[tuple[str, Target]]:
-        wanted = dtype_of(rule.dtype)
-        if wanted.kind != "float" or dtype_of(target.dtype).kind != "float":
-            raise CheckpointMismatchError(f"{target.name!r} is {target.dtype}, which can't be cast to {wanted.name}")
-        return [(target.name, replace(target, dtype=wanted.name))]
-
-    return _one_by_one(rule.source, work, make)
-
-
-def _pad(rule: Pad, work: RuleState) -> int:
-    def make(target: Target, bound: Mapping[str, str]) -> list[tuple[str, Target]]:
-        dim = _dim(target, rule.dim, "pad")
-        size = size_of(rule.size, work.config, f"padding of {target.name!r}")
-        if size < target.shape[dim]:
-            raise CheckpointMismatchError(
-                f"{target.name!r} of shape {list(target.shape)} can't be padded to {size} along {dim}: that is shorter"
-            )
-        return [(target.name, target.resized(dim, size))]
-
-    return _one_by_one(rule.source, work, make)
-
-
-def _dim(target: Target, dim: int, verb: str) -> int:
+def dim_of(target: Target, dim: int, verb: str) -> int:
+    """Return a dimension, counted from the front. Raises CheckpointMismatchError if the tensor does not have it."""
     found = dim + len(target.shape) if dim < 0 else dim
     if not 0 <= found < len(target.shape):
         raise CheckpointMismatchError(f"{target.name!r} of shape {list(target.shape)} has no dimension {dim} to {verb}")
     return found
 
 
-def _same_but(to: str, pieces: list[Target], dim: int | None) -> None:
+def check_alike(to: str, pieces: Sequence[Target], dim: int | None) -> None:
     """Check that the pieces have equal dtypes, and equal shapes except along `dim`."""
     first = pieces[0]
 
@@ -455,20 +439,6 @@ def check_rule(rule: Rule) -> None:
         raise UsageError(f"stack: {{{rule.index}}} must be in {rule.source} and must not be in {rule.to!r}.")
     if isinstance(rule, Unstack) and rule.index not in placeholders(rule.to):
         raise UsageError(f"unstack: {rule.to!r} must contain {{{rule.index}}}, the number of the piece.")
-
-
-_RUNNERS: dict[type, Callable[[Any, RuleState], int]] = {
-    Rename: _rename,
-    Drop: _drop,
-    Split: _split,
-    Concat: _concat,
-    Stack: _stack,
-    Unstack: _unstack,
-    Transpose: _transpose,
-    RopePermute: _rope_permute,
-    Cast: _cast,
-    Pad: _pad,
-}
 
 
 # --- inverting rules

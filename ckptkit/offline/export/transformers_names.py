@@ -18,6 +18,7 @@ from ckptkit.catalog.targets import Target, concatenated
 from ckptkit.errors import CkptkitError
 from ckptkit.keymaps.builtin import Choice
 from ckptkit.keymaps.keymap import Mapped, NameMap, check_one_to_one
+from ckptkit.keymaps.rules import check_alike, dim_of, unbound
 
 if TYPE_CHECKING:
     from ckptkit.offline.export.base import WantedTensor
@@ -313,7 +314,7 @@ def _chunk(op: Any, collected: _Tensors, sources: list[str], to: list[str], plac
     if getattr(op, "num_shards_attribute", None) is not None:
         count = getattr(place.config.get_text_config(), op.num_shards_attribute)
         names = [to[0].replace("*", str(i)) for i in range(count)]
-    dim = _dim(target, op.dim)
+    dim = dim_of(target, op.dim, "convert")
     # transformers always splits into equal parts. If the sizes of the base's parts are known, use those.
     known = [place.shapes[name] for name in names if name in place.shapes]
     sizes = [shape[dim] for shape in known if len(shape) == len(target.shape)]
@@ -331,15 +332,15 @@ def _concatenate(op: Any, collected: _Tensors, sources: list[str], to: list[str]
         raise _Unknown("concatenation")
     if set(collected) != set(sources):
         raise _Unknown("parts are missing")
-    dim = _dim(pieces[0], op.dim)
-    _alike(pieces, dim)
+    dim = dim_of(pieces[0], op.dim, "convert")
+    check_alike(to[0], pieces, dim)
     return {to[0]: [concatenated(to[0], pieces, dim)]}
 
 
 def _stack(op: Any, collected: _Tensors, sources: list[str], to: list[str], place: _Joined) -> _Tensors:
     made: _Tensors = {}
     for source, pieces in collected.items():
-        _alike(pieces, None)
+        check_alike(source, pieces, None)
         name = to[0] if len(collected) == 1 else source
         made[name] = [concatenated(name, [piece.unsqueezed(op.dim) for piece in pieces], op.dim)]
     return made
@@ -351,7 +352,7 @@ def _unstack(op: Any, collected: _Tensors, sources: list[str], to: list[str], pl
         if len(pieces) != 1 or (len(collected) == 1 and len(to) != 1):
             raise _Unknown("several tensors")
         name = to[0] if len(collected) == 1 else source
-        made.update({name.replace("*", str(i)): [piece] for i, piece in enumerate(_unbound(pieces[0], op.dim))})
+        made.update({name.replace("*", str(i)): [piece] for i, piece in enumerate(unbound(pieces[0], op.dim))})
     return made
 
 
@@ -360,14 +361,14 @@ def _transpose(op: Any, collected: _Tensors, sources: list[str], to: list[str], 
     if op.check_dims:
         raise _Unknown("a transposition that depends on shapes")
     order = list(range(len(target.shape)))
-    first, second = _dim(target, op.dim0), _dim(target, op.dim1)
+    first, second = dim_of(target, op.dim0, "convert"), dim_of(target, op.dim1, "convert")
     order[first], order[second] = second, first
-    return {_kept(sources, to): [target.transposed(tuple(order))]}
+    return {to[0] if len(to) == 1 else sources[0]: [target.transposed(tuple(order))]}
 
 
 def _interleave(op: Any, collected: _Tensors, sources: list[str], to: list[str], place: _Joined) -> _Tensors:
     target = _only(collected)
-    return {to[0]: [_shuffled(target, _dim(target, op.dim), to_halves=not op.inverse)]}
+    return {to[0]: [_shuffled(target, dim_of(target, op.dim, "convert"), to_halves=not op.inverse)]}
 
 
 def _shuffled(target: Target, dim: int, *, to_halves: bool) -> Target:
@@ -376,7 +377,7 @@ def _shuffled(target: Target, dim: int, *, to_halves: bool) -> Target:
         if target.shape[0] % 2:
             raise _Unknown("an odd size")
         return target.rope_permuted(1, to_halves=to_halves)
-    inner = [_shuffled(piece, dim - 1, to_halves=to_halves) for piece in _unbound(target, 0)]
+    inner = [_shuffled(piece, dim - 1, to_halves=to_halves) for piece in unbound(target, 0)]
     return concatenated(target.name, [piece.unsqueezed(0) for piece in inner], 0)
 
 
@@ -403,33 +404,12 @@ def _ernie_experts(op: Any, collected: _Tensors, sources: list[str], to: list[st
     halves = []
     for source in sources:
         target = collected[source][0]
-        dim = _dim(target, op.concat_dim)
+        dim = dim_of(target, op.concat_dim, "convert")
         halves.append(target.split(dim, [target.shape[dim] // len(to)] * len(to)))
     for i, name in enumerate(to):
-        experts = [piece for parts in halves for piece in _unbound(parts[i], op.stack_dim)]
+        experts = [piece for parts in halves for piece in unbound(parts[i], op.stack_dim)]
         made.update({name.replace("*", str(k)): [piece] for k, piece in enumerate(experts)})
     return made
-
-
-def _unbound(target: Target, dim: int) -> list[Target]:
-    return [piece.squeezed(dim) for piece in target.split(dim, [1] * target.shape[dim])]
-
-
-def _kept(sources: list[str], to: list[str]) -> str:
-    return to[0] if len(to) == 1 else sources[0]
-
-
-def _dim(target: Target, dim: int) -> int:
-    found = dim + len(target.shape) if dim < 0 else dim
-    if not 0 <= found < len(target.shape):
-        raise _Unknown("no such dimension")
-    return found
-
-
-def _alike(pieces: list[Target], dim: int | None) -> None:
-    rests = {tuple(n for d, n in enumerate(p.shape) if d != dim) for p in pieces}
-    if len(rests) > 1 or len({(p.dtype, p.source_dtype) for p in pieces}) > 1:
-        raise _Unknown("shapes or dtypes differ")
 
 
 _STEPS: dict[str, Callable[[Any, _Tensors, list[str], list[str], _Joined], _Tensors]] = {
