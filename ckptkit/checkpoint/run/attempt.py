@@ -62,7 +62,8 @@ class LocalPlace:
         self.root, self.name, self.save_id = root.existing(), name, save_id
         self.path = staging.staging_name(name, save_id)
         self.store: LocalStore = root.child(self.path).existing()
-        self._renamed = False
+        self._left = self.path
+        """The directory that `close` deletes."""
 
     def open(self) -> None:
         """Create the location, and record its owner."""
@@ -98,9 +99,12 @@ class LocalPlace:
         self.store.write(RECORD_NAME, record, sync=False)
         self.sync([RECORD_NAME])
         replaces = self.root.info(self.name) is not None
-        if replaces and not overwrite:  # only what is left of a deleted checkpoint may be replaced
-            gone = find_record(self.root, record_path(self.name)) is None
-            replaces = gone and bool(deleted_records(self.root, self.name))
+        if replaces:
+            replaces = overwrite
+            with contextlib.suppress(CkptkitError):  # the record is damaged
+                if find_record(self.root, record_path(self.name)) is None:
+                    # Only what is left of a deleted checkpoint may be replaced.
+                    replaces = bool(deleted_records(self.root, self.name))
         if replaces:  # `close` moves the foreign files of the replaced directory to the new one
             others = others_in(self.root, self.name)
             taken = [path for path in others if os.path.lexists(f"{self.store.url}/{path}")]
@@ -121,18 +125,22 @@ class LocalPlace:
                     f"{self.root.path_of(self.name)} appeared during the save; it was left unchanged, and nothing was "
                     "published."
                 ) from error
-            self._renamed = True
+            self._left = ""
         elif not publish.exchange(self.root, self.path, self.name):  # the commit point, synced to disk
             # NFS cannot swap directories atomically. Until the old checkpoint is removed, the new one is listed under a
             # second name. No tag can equal this name, because tags cannot contain "@".
             second = f"{self.name}@{self.save_id}"
             publish.publish(self.root, self.path, second)  # the commit point
-            take_name(self.root, second, self.name)
+            self._left = ""
+            try:
+                self._left = take_name(self.root, second, self.name)
+            except OSError as error:
+                logger.warning("%s is called %s until the next save: %s", self.name, second, error)
 
     def close(self) -> None:
         """Delete everything that was not published. May be called again."""
-        if not self._renamed:  # after a swap, the staging directory contains the old checkpoint
-            give_up(self.root, self.path, self.name)
+        if self._left:  # after a swap, the staging directory contains the old checkpoint
+            give_up(self.root, self._left, self.name)
         self.root.delete([staging.owner_path(self.path)])
 
 
@@ -144,13 +152,12 @@ def would_replace(root: LocalStore, name: str, what: str) -> CheckpointExistsErr
     )
 
 
-def take_name(root: LocalStore, path: str, name: str) -> None:
-    """Rename the checkpoint at `path` to its final name. An older checkpoint of this name is deleted afterwards."""
+def take_name(root: LocalStore, path: str, name: str) -> str:
+    """Rename the checkpoint at `path` to its final name. Return the new path of an older one of this name, or ""."""
     trash = publish.drop(root, name)
     root.rename(path, name)
     root.sync_directory()
-    if trash is not None:
-        give_up(root, trash, name)
+    return trash or ""
 
 
 class RemotePlace:

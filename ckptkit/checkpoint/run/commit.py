@@ -60,7 +60,7 @@ from ckptkit.storage.local import UNFINISHED, is_directory
 from ckptkit.storage.lock import Lease, acquire_lease, store_clock
 from ckptkit.storage.owner import this_process
 from ckptkit.storage.pool import WorkerPool
-from ckptkit.storage.staging import is_abandoned, leftover_of, new_nonce, owner_path
+from ckptkit.storage.staging import is_abandoned, leftover_of, new_nonce, owner_path, staging_name
 from ckptkit.storage.store import Store
 from ckptkit.units import format_size
 
@@ -93,13 +93,13 @@ def clean_leftovers(
     """
     given, view = view, view or snapshot(root)
     inventory = inventory or list_checkpoints(root, view=view)
+    dead = _dead_paths(root, inventory, view, leased=leased)
     if is_directory(root) and leased and not dry_run:
-        for found in inventory.committed:
-            if found.path != found.name:  # the replacement was killed between its two renames
-                take_name(root, found.path, found.name)
+        # A replacement may have been killed between its two renames.
+        dead += [take_name(root, found.path, found.name) for found in inventory.committed if found.path != found.name]
     removed = []
-    for path in dict.fromkeys(_dead_paths(root, inventory, view, leased=leased)):
-        if path == but:
+    for path in dict.fromkeys(dead):
+        if path in ("", but):
             continue
         try:
             left = [] if dry_run else _remove(root, path)
@@ -156,6 +156,8 @@ def _remove(root: Store, path: str) -> list[str]:
     kept = leftover_of(path)
     is_attempt = kept is None and _OF_A_SAVE.match(f"{path}/") and not is_directory(root)
     if not is_attempt and (kept is None or kept.kind == "owner"):
+        if kept is not None and root.info(staging_name(kept.name, kept.nonce)) is not None:
+            return [path]  # the directory could not be removed, and is recognized by this file
         root.delete([path])
         return []
     logger.info("removing %s/%s, left by a dead process", root.url, path)

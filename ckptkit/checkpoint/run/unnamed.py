@@ -68,29 +68,34 @@ def give_up(root: LocalStore, path: str, name: str) -> list[str]:
         path: A directory that is not listed as a checkpoint.
         name: The checkpoint's name.
     """
-    mark = next((mark for mark in (_DELETED, RECORD_NAME) if root.info(f"{path}/{mark}") is not None), None)
+    mark = next((mark for mark in (RECORD_NAME, _DELETED) if root.info(f"{path}/{mark}") is not None), None)
     if mark is None:
         return clear(root, path)
     others = others_in(root, path)  # other programs wrote them, so they can have any name
     if others:
-        _delete_own(root, path, {*others, mark})
+        _delete_own(root, path, {*others, RECORD_NAME, _DELETED})
         if mark == RECORD_NAME:
-            root.rename(f"{path}/{mark}", f"{path}/{_DELETED}")  # explains why there are files but no checkpoint
+            try:
+                root.rename(f"{path}/{mark}", f"{path}/{_DELETED}")  # explains why there are files but no checkpoint
+            except FileExistsError:
+                root.delete([f"{path}/{mark}"])
         try:
             root.rename(path, name)
             root.sync_directory()
             return []
         except FileExistsError:  # a new checkpoint has the name
-            for inner in others:
-                try:
-                    root.move(f"{path}/{inner}", f"{name}/{inner}")
-                except FileExistsError:
-                    root.move(f"{path}/{inner}", f"{name}/{inner}.replaced-{path[-16:]}")
-            if root.info(f"{name}/{RECORD_NAME}") is None:
-                with contextlib.suppress(FileExistsError):
-                    root.rename(f"{path}/{_DELETED}", f"{name}/{_DELETED}")
+            mark = _DELETED
+        for inner in others:
+            try:
+                root.move(f"{path}/{inner}", f"{name}/{inner}")
+            except FileExistsError:
+                root.move(f"{path}/{inner}", f"{name}/{inner}.replaced-{path[-16:]}")
+    found = root.info(name)
+    if found is not None and found.kind == "directory" and root.info(f"{name}/{RECORD_NAME}") is None:
+        with contextlib.suppress(FileExistsError):
+            root.rename(f"{path}/{mark}", f"{name}/{_DELETED}")
     # Invariant: as long as files are left, the record says which belong to the checkpoint, even after a kill.
-    root.delete_tree(path, last=_DELETED if others else mark)
+    root.delete_tree(path, last=mark)
     return []
 
 

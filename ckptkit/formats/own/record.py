@@ -410,7 +410,10 @@ def find_record(store: Store, path: str = RECORD_NAME) -> CommitRecord | None:
         raise UnsafePathError(f"{place} is a {found.kind}, not a regular file. It was not read.")
     if found.size > MAX_RECORD_BYTES:
         raise CorruptCheckpointError(f"{place} has {found.size} bytes; no commit record is larger than 256 MiB.")
-    return CommitRecord.from_json(store.read(path), file=place)
+    try:
+        return CommitRecord.from_json(store.read(path), file=place)
+    except FileNotFoundError:  # another process has just deleted it
+        return None
 
 
 def read_record(store: Store, path: str = RECORD_NAME) -> CommitRecord:

@@ -226,6 +226,87 @@ def test_a_command_that_writes_to_the_name_of_a_killed_removal_keeps_foreign_fil
     assert held(step) == files | {"x": b"copied"} and leftovers(run) == []
 
 
+def test_two_processes_that_finish_one_deletion_lose_no_foreign_file(run, monkeypatch):
+    step, root, delete_own = run / "step_00000001", open_store(str(run)), unnamed._delete_own
+    files = theirs(step)
+
+    def late(store: LocalStore, path: str, kept: Any) -> None:  # another process has just done the next step
+        (run / path / "checkpoint.json").rename(run / path / ".ckptkit-deleted.json")
+        delete_own(store, path, kept)
+
+    monkeypatch.setattr(unnamed, "_delete_own", late)
+    with pytest.raises(FileNotFoundError):
+        delete_checkpoint(root, step.name, reason="test")
+    monkeypatch.undo()
+    clean_leftovers(root)
+    assert held(step) == files and leftovers(run) == []
+
+
+def _killed_while_moving(say: Any, root: str) -> None:
+    LocalStore.move = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    save(root, 1, overwrite=True)
+
+
+def test_foreign_files_in_a_directory_that_cannot_be_removed_now_are_moved_back_later(run, monkeypatch):
+    step, files = run / "step_00000001", theirs(run / "step_00000001")
+    fork(_killed_while_moving, str(run))
+    monkeypatch.setattr(commit, "give_up", failing(PermissionError(errno.EACCES, "Permission denied")))
+    clean_leftovers(open_store(str(run)))
+    monkeypatch.undo()
+    clean_leftovers(open_store(str(run)))
+    assert files.items() <= held(step).items() and leftovers(run) == []
+
+
+def _killed_before_the_mark(say: Any, root: str) -> None:
+    drop, rename = delete.drop, LocalStore.rename
+
+    def made_again(store: LocalStore, name: str) -> str | None:
+        trash = drop(store, name)
+        os.mkdir(f"{root}/{name}")  # by the program that writes the foreign files
+        return trash
+
+    def killed(store: LocalStore, source: str, target: str) -> None:
+        if target == "step_00000001/.ckptkit-deleted.json":
+            os.kill(os.getpid(), signal.SIGKILL)
+        rename(store, source, target)
+
+    delete.drop, LocalStore.rename = made_again, killed
+    delete_checkpoint(open_store(root), "step_00000001", reason="test")
+
+
+def test_a_step_can_be_saved_again_after_a_deletion_that_was_killed_when_all_foreign_files_were_moved(run):
+    step, files = run / "step_00000001", theirs(run / "step_00000001")
+    fork(_killed_before_the_mark, str(run))
+    assert held(step) == files and leftovers(run)
+    save(run, 1)
+    assert files.items() <= held(step).items() and leftovers(run) == []
+
+
+def test_an_overwrite_on_nfs_is_saved_even_if_the_old_checkpoint_cannot_be_removed(run, monkeypatch, caplog):
+    rename, files = LocalStore.rename, theirs(run / "step_00000001")
+    monkeypatch.setattr(publish, "_exchange", lambda first, second: False)
+
+    def taken(store: LocalStore, source: str, target: str) -> None:
+        if "@" in source:  # a prune has put the foreign files back
+            monkeypatch.setattr(LocalStore, "rename", rename)
+            clean_leftovers(store)
+        rename(store, source, target)
+
+    monkeypatch.setattr(LocalStore, "rename", taken)
+    record = save(run, 1, overwrite=True)
+    assert "step_00000001@" in caplog.text and list_checkpoints(open_store(str(run))).latest.record == record
+    save(run, 5)
+    assert find_record(open_store(str(run / "step_00000001"))) == record and leftovers(run) == []
+    assert files.items() <= held(run / "step_00000001").items()
+
+
+def test_a_foreign_directory_that_appears_during_an_overwrite_is_left_unchanged(run):
+    step = run / "step_00000009"
+    with pytest.raises(CheckpointExistsError, match="appeared during the save"):
+        save(run, 9, overwrite=True, before=lambda _: theirs(step))
+    assert held(step).keys() == theirs(step).keys() and check(run) == [1, 2, 3, 4] and leftovers(run) == []
+
+
 def test_foreign_files_in_a_dead_staging_directory_stay_and_are_logged_once(run, caplog):
     def fail(store: LocalStore) -> None:
         store.write("notes.txt", b"mine")
