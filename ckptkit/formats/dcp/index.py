@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,25 +30,6 @@ from ckptkit.storage.store import Store
 
 METADATA_NAME = ".metadata"
 Int64 = npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True)
-class RankSlices:
-    """The slices that a rank wrote.
-
-    Attributes:
-        tensors: [n] index of each slice's tensor.
-        rows: [n] of dtype `ROW`: location and digest of each slice.
-        boxes: Offsets and sizes of each slice, concatenated over all slices.
-        ranks: [n] the rank that wrote each slice, or one number if a single rank wrote all slices.
-        first_path: Index of the rank's first file in the list of all ranks' files.
-    """
-
-    tensors: Int64
-    rows: npt.NDArray[np.void]
-    boxes: Int64
-    ranks: npt.NDArray[np.int32] | int
-    first_path: int
 
 
 _log = logging.getLogger(__name__)
@@ -144,116 +125,68 @@ def mesh_index(mesh: dict[str, Any], meshes: list[dict[str, Any]]) -> int:
 # --- on rank 0
 
 
-@dataclass(frozen=True, slots=True)
-class _Object:
-    """An object's location (file, start, length), its digest, and its path in the nested state dict."""
-
-    place: tuple[int, int, int]
-    digest: int
-    path: Path
-
-
 class SaveIndex:
-    """The index of a save: the slices of all ranks, ordered by tensor, with the objects and files."""
+    """The index of a save: the slices of all ranks, ordered by tensor, with the objects and files.
 
-    def __init__(self) -> None:
+    Args:
+        parts: The report of each rank, in rank order.
+
+    Raises:
+        SaveError: Two ranks disagree about a tensor, or a tensor's slices overlap or leave elements uncovered.
+    """
+
+    def __init__(self, parts: Sequence[RankPart]) -> None:
         self.paths: list[str] = []
         self.files: dict[str, FileRecord] = {}
         self.meshes: list[dict[str, Any]] = []
-        self.world_size = 1
+        self.world_size = parts[0].world_size
         self._keys: dict[str, PlannedKey] = {}
         self._numbers: dict[str, int] = {}  # each name's position in `_keys`
-        self._tables: dict[bytes, tuple[Int64, list[int]]] = {}  # by digest: numbers of the keys, numbers of the meshes
-        self._objects: dict[str, _Object] = {}
-        self.boxes = BoxTable(*(np.zeros(0, np.int64) for _ in range(4)))
-        self._rows: npt.NDArray[np.void] = np.zeros(0, ROW)
-        self._ranks: npt.NDArray[np.int32] = np.zeros(0, np.int32)
+        self._objects: dict[str, ObjectEntry] = {}
         self._spares: list[Spare] = []
-
-    @classmethod
-    def of(cls, parts: Sequence[RankPart]) -> SaveIndex:
-        """Return a save's index, given the report of each rank in rank order.
-
-        Raises:
-            SaveError: Two ranks disagree about a tensor, or a tensor's slices overlap or leave elements uncovered.
-        """
-        self = cls()
-        self._arrange([self._take(part, rank) for rank, part in enumerate(parts)])
+        # By digest of a table: the numbers of its keys, and the numbers of its meshes.
+        tables: dict[bytes, tuple[Int64, list[int]]] = {}
+        slices, tensors, first_paths = [], [], []
+        for rank, part in enumerate(parts):
+            rows, count = part.written.rows, len(part.written.rows) - len(part.objects)
+            for row, (name, path) in zip(rows[count:].tolist(), part.objects, strict=True):
+                _, file, start, length, _, digest = row
+                where, found = part.written.paths[file], Digest(DIGEST, digest, start, length)
+                self._objects.setdefault(name, ObjectEntry(name, where, start, length, digest=found, key=path))
+            tensors.append(self._numbered(part, rank, tables)[rows["key"][:count]])
+            slices.append(rows[:count])
+            first_paths.append(len(self.paths))
+            self.paths += part.written.paths
+            self.files.update(part.written.files)
+        counts = list(map(len, slices))
+        joined, owners = np.concatenate(slices), np.concatenate(tensors)
+        joined["file"] += np.repeat(np.array(first_paths, np.int32), counts)
+        order = np.argsort(owners, kind="stable")  # the slices of one tensor stay in rank order
+        self._rows, self._ranks = joined[order], np.repeat(np.arange(len(parts), dtype=np.int32), counts)[order]
+        self.boxes = self._boxes_of(owners, order, np.concatenate([part.boxes for part in parts]))
         self._drop_replicas()
-        return self
 
-    @classmethod
-    def of_slices(
-        cls,
-        found: RankSlices,
-        keys: Iterable[tuple[str, str, tuple[int, ...], Path]],
-        objects: Mapping[str, tuple[tuple[int, int, int], int, Path]],
-        files: Mapping[str, FileRecord],
-        spares: Sequence[Spare],
-        world_size: int,
-    ) -> SaveIndex:
-        """Return the index of a save planned by torch's planner, which has already checked that the ranks agree.
-
-        Args:
-            keys: (name, dtype, shape, path) of each tensor. `found.tensors` contains positions in `keys`.
-            objects: Location (file, start, length), digest and path of each object, by name.
-            files: Size and digest of each file. The file numbers in `found.rows` and `objects` are positions in this
-                mapping without `.metadata`.
-        """
-        self = cls()
-        self.world_size, self.files, self._spares = world_size, dict(files), list(spares)
-        self.paths = [path for path in files if path != METADATA_NAME]
-        for name, dtype, shape, path in keys:
-            self._keys[name] = PlannedKey(name, dtype, shape, path, None)
-        self._objects = {name: _Object(place, digest, path) for name, (place, digest, path) in objects.items()}
-        self._arrange([found])
-        return self
-
-    def _arrange(self, found: Sequence[RankSlices]) -> None:
-        """Sort the slices of all ranks by tensor. The slices of one tensor stay in rank order."""
+    def _boxes_of(self, owners: Int64, order: Int64, numbers: Int64) -> BoxTable:
+        """Return the boxes in the given order. `numbers` contains the offsets and sizes of each box."""
         widths = np.fromiter((len(key.shape) for key in self._keys.values()), np.int64, len(self._keys))
-        empty = RankSlices(np.zeros(0, np.int64), np.zeros(0, ROW), np.zeros(0, np.int64), 0, 0)
-        found = [empty, *found]
-        lengths = [len(item.rows) for item in found]
-        tensors = np.concatenate([item.tensors for item in found])
-        order = np.argsort(tensors, kind="stable")
-        ndims = widths[tensors]
-        begins = (2 * (np.cumsum(ndims) - ndims))[order]  # where each row's offsets start in `boxes`
-        ndims, counts = ndims[order], np.bincount(tensors, minlength=len(widths))
-        rows = np.concatenate([item.rows for item in found])
-        rows["file"] += np.repeat(np.array([item.first_path for item in found], np.int32), lengths)
-        self._rows = rows[order]
-        ranks = [np.broadcast_to(np.asarray(item.ranks, np.int32), len(item.rows)) for item in found]
-        self._ranks = np.concatenate(ranks)[order]
-        boxes = np.concatenate([item.boxes for item in found])
-        total = np.cumsum(ndims)
-        source = np.arange(int(total[-1]) if len(total) else 0) + np.repeat(begins - total + ndims, ndims)
-        sizes = boxes[source + np.repeat(ndims, ndims)]
-        self.boxes = BoxTable(widths, np.cumsum(counts, dtype=np.int64), boxes[source], sizes)
+        ndims = widths[owners]
+        begins, ndims = (2 * (np.cumsum(ndims) - ndims))[order], ndims[order]  # where each box's offsets start
+        steps = begins - (np.cumsum(ndims) - ndims)
+        offsets = np.arange(int(ndims.sum())) + np.repeat(steps, ndims)
+        stops = np.cumsum(np.bincount(owners, minlength=len(widths)), dtype=np.int64)
+        return BoxTable(widths, stops, numbers[offsets], numbers[offsets + np.repeat(ndims, ndims)])
 
-    def _take(self, part: RankPart, rank: int) -> RankSlices:
-        """Return a rank's slices, and add the rank's keys, objects and files to the index."""
-        written, first_path = part.written, len(self.paths)
-        self.world_size = part.world_size
-        self.paths += written.paths
-        self.files.update(written.files)
-        known = self._tables.get(part.digest)
-        if known is None:
+    def _numbered(self, part: RankPart, rank: int, tables: dict[bytes, tuple[Int64, list[int]]]) -> Int64:
+        """Return the number of each key of a rank. Adds new keys to the index."""
+        if part.digest not in tables:
             if part.table is None:
                 raise SaveError(f"rank {rank} refers to a table of keys that no lower rank has sent.")
             keys, fields = json.loads(part.table)
             meshes = [mesh_index(mesh, self.meshes) for mesh in fields]
-            numbers = np.array([self._add(PlannedKey(*key), meshes, rank) for key in keys], np.int64)
-            known = self._tables[part.digest] = numbers, meshes
-        shared, meshes = known
-        own = [self._add(key, meshes, rank) for key in part.private]
-        numbers = np.concatenate([shared, np.array(own, np.int64)]) if own else shared
-        rows = written.rows
-        count = len(rows) - len(part.objects)
-        for row, (name, path) in zip(rows[count:].tolist(), part.objects, strict=True):
-            _, file, start, length, _, digest = row
-            self._objects.setdefault(name, _Object((file + first_path, start, length), digest, path))
-        return RankSlices(numbers[rows["key"][:count]], rows[:count], part.boxes, rank, first_path)
+            numbers = [self._add(PlannedKey(*key), meshes, rank) for key in keys]
+            tables[part.digest] = np.array(numbers, np.int64), meshes
+        shared, meshes = tables[part.digest]
+        return np.append(shared, np.array([self._add(key, meshes, rank) for key in part.private], np.int64))
 
     def _add(self, key: PlannedKey, meshes: Sequence[int], rank: int) -> int:
         """Return the index of the tensor with the key `key` of a rank. Adds the tensor if it is new."""
@@ -326,13 +259,12 @@ class SaveIndex:
             rows, offsets, sizes = self.boxes.of(tensor)
             columns = (places[name][rows] for name in ("file", "start", "length"))
             tensors.append(RecordColumns(key.name, key.dtype, key.shape, offsets, sizes, *columns))
-        objects = {name: found.place for name, found in self._objects.items()}
+        objects = {name: (found.path, found.start, found.nbytes) for name, found in self._objects.items()}
         return MetadataPickle(tensors, self.paths, objects, self._key_paths(), checkpoint_id, save_id).chunks()
 
     def _key_paths(self) -> dict[str, Path]:
         paths = {key.name: key.path for key in self._keys.values()}
-        paths.update({name: found.path for name, found in self._objects.items()})
-        return paths
+        return paths | {name: found.key for name, found in self._objects.items()}
 
     def manifest(self, save_id: str, extra: Mapping[str, Any], kind: str) -> Manifest:
         """Return the manifest. `self.files` must list all of the checkpoint's files except the manifest itself."""
@@ -342,8 +274,8 @@ class SaveIndex:
         paths = self._key_paths()
         if kind != "dcp":  # the names that ckptkit chooses contain the role, the FQN and the optimizer state
             role = {name: role_of(name, path) for name, path in paths.items()}
-        else:  # the role of a name that the user chose depends on all other names
-            table = RoleTable(paths, list(self._keys))
+        else:
+            table = RoleTable(paths, list(self._keys))  # the role of a name that the user chose depends on the others
             role = {name: table.of(name) for name in paths}
         roles = [role[key.name] for key in keys]
         tensors = Tensors(
@@ -373,13 +305,7 @@ class SaveIndex:
             files={path: item.nbytes for path, item in self.files.items()},
             extra={**extra, **fields, **spare_fields(self._spares)},
         )
-        objects = {}
-        for name, found in self._objects.items():
-            file, start, nbytes = found.place
-            digest = Digest(DIGEST, found.digest, start, nbytes)
-            objects[name] = ObjectEntry(
-                name, self.paths[file], start, nbytes, digest=digest, role=role[name][0], key=found.path
-            )
+        objects = {name: replace(found, role=role[name][0]) for name, found in self._objects.items()}
         return Manifest(self.paths, tensors, slices, objects, info, list(distinct))
 
     def _nbytes(self) -> Int64:
@@ -414,7 +340,7 @@ def write_index(
     Raises:
         SaveError: The ranks disagree about a tensor, or their slices overlap or leave elements uncovered.
     """
-    index = SaveIndex.of(parts)
+    index = SaveIndex(parts)
     tied = {section: names for section, names in (aliases or {}).items() if names}
     written: dict[str, FileRecord] = {}
     with ExitStack() as stack:

@@ -47,13 +47,13 @@ class MetadataPickle:
     """Writes `.metadata` into a buffer, and keeps track of the pickle's memo.
 
     Attributes:
-        objects: Location (file, start, length) of each object, by name.
+        objects: Location (path, start, length) of each object, by name.
         planner_data: Path of each key in the nested state dict, or None if the paths are unknown.
     """
 
     tensors: Sequence[RecordColumns]
     paths: Sequence[str]
-    objects: Mapping[str, tuple[int, int, int]]
+    objects: Mapping[str, tuple[str, int, int]]
     planner_data: Mapping[str, tuple[str | int, ...]] | None = None
     checkpoint_id: str = ""
     save_id: str = ""
@@ -158,7 +158,7 @@ class MetadataPickle:
             yield bytes(out)
             out.clear()
             yield self._place_row().fill([name_ids, offset_ids, order, files, starts, lengths], len(order))
-        for name, (file, start, length) in self.objects.items():
+        for name, (path, start, length) in self.objects.items():
             self._new("MetadataIndex")
             self._text("fqn")
             self._text(name)
@@ -166,7 +166,7 @@ class MetadataPickle:
             out += b"Nub"
             self._new("_StorageInfo")
             self._text("relative_path")
-            self._text(self.paths[file])
+            self._text(path)
             self._text("offset")
             out += _int(start)
             self._text("length")

@@ -17,9 +17,9 @@ import re
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any, cast
 
-import numpy as np
 import torch
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
@@ -49,8 +49,8 @@ from torch.futures import Future
 
 from ckptkit.arguments import check_flags, check_int, check_storage_options, location, wrong
 from ckptkit.catalog.box import Box
-from ckptkit.catalog.entry import Catalog, TensorEntry
-from ckptkit.digests import hex_digest_of
+from ckptkit.catalog.entry import Catalog, CatalogInfo, Digest, ObjectEntry, SliceArray, TensorEntry, TensorSlice
+from ckptkit.digests import DIGEST, hex_digest_of
 from ckptkit.errors import (
     CheckpointExistsError,
     CheckpointMismatchError,
@@ -61,10 +61,10 @@ from ckptkit.errors import (
 )
 from ckptkit.formats.dcp import catalog as dcp
 from ckptkit.formats.dcp.class_records import recipes_of
-from ckptkit.formats.dcp.files import ROW, write_records
+from ckptkit.formats.dcp.files import write_records
 from ckptkit.formats.dcp.fill import Filler, Verify
-from ckptkit.formats.dcp.host_bytes import is_dense, own_memory, why_not_dense, without_subclass
-from ckptkit.formats.dcp.index import RankPart, RankSlices, SaveIndex, write_index
+from ckptkit.formats.dcp.host_bytes import dtype_name, is_dense, own_memory, why_not_dense, without_subclass
+from ckptkit.formats.dcp.index import RankPart, write_index
 from ckptkit.formats.dcp.plan import ShardedPlan, whole_record
 from ckptkit.formats.dcp.planners import DCPLoadPlanner, WriterMeta, is_itself
 from ckptkit.formats.dcp.read import (
@@ -77,9 +77,10 @@ from ckptkit.formats.dcp.read import (
     plan_read,
 )
 from ckptkit.formats.dcp.records import frame_tensor
+from ckptkit.formats.dcp.roles import RoleTable
 from ckptkit.formats.own import reader as own
-from ckptkit.formats.own.manifest import Entries
-from ckptkit.formats.own.outline import LEAST
+from ckptkit.formats.own.manifest import Entries, Manifest
+from ckptkit.formats.own.outline import LEAST, spare_fields
 from ckptkit.formats.own.record import MANIFEST_NAME, RECORD_NAME, FileRecord, find_record
 from ckptkit.storage import open_store
 from ckptkit.storage.local import UNFINISHED
@@ -108,10 +109,14 @@ class WrittenItem:
     is_shard: bool = False
 
 
-def _index(
-    metadata: Metadata, places: Mapping[Any, WrittenItem], files: Mapping[str, FileRecord], world_size: int
-) -> SaveIndex:
-    """Return the index of a save planned by torch's planner.
+def _catalog(
+    metadata: Metadata,
+    places: Mapping[Any, WrittenItem],
+    files: Mapping[str, FileRecord],
+    save_id: str,
+    world_size: int,
+) -> Catalog:
+    """Return the catalog of a save planned by torch's planner, which has checked that the ranks agree.
 
     Tensors that can't be read as plain memory are listed as objects.
     """
@@ -120,33 +125,44 @@ def _index(
         isinstance(path, tuple) and all(type(part) in (str, int) for part in path) for path in paths.values()
     ):
         paths = {}
-    number = {path: i for i, path in enumerate(files)}
     of_name: dict[str, list[tuple[int, WrittenItem]]] = {}
     for index, place in places.items():
         of_name.setdefault(index.fqn, []).append((index.index or 0, place))
-    keys: list[tuple[str, str, tuple[int, ...], tuple[str | int, ...]]] = []
-    rows, boxes, placed = [], [], []
-    objects: dict[str, tuple[tuple[int, int, int], int, tuple[str | int, ...]]] = {}
+    sliced: dict[str, tuple[TensorStorageMetadata, list[WrittenItem]]] = {}
+    whole: dict[str, WrittenItem] = {}
     for name, found in metadata.state_dict_metadata.items():
-        own = [place for _, place in sorted(of_name.get(name, ()), key=lambda item: item[0])]
-        path = tuple(paths.get(name, ()))
+        own = [place for _, place in sorted(of_name.get(name, ()), key=itemgetter(0))]
         if isinstance(found, TensorStorageMetadata) and own and all(p.payload >= 0 for p in own):
-            rows += [(len(keys), number[p.path], p.offset, p.length, p.payload, p.digest) for p in own]
-            boxes += [n for chunk in found.chunks for n in (*chunk.offsets, *chunk.sizes)]
-            keys.append((name, str(found.properties.dtype).removeprefix("torch."), tuple(found.size), path))
-            placed += own
+            sliced[name] = found, own
         elif len(own) == 1:
-            objects[name] = (number[own[0].path], own[0].offset, own[0].length), own[0].digest, path
-    sliced = set(map(id, placed))
+            whole[name] = own[0]
+    roles = RoleTable({name: paths.get(name, ()) for name in (*sliced, *whole)}, sliced)
+    tensors, objects = {}, {}
+    for name, (found, own) in sliced.items():
+        slices = [
+            TensorSlice(
+                Box(tuple(chunk.offsets), tuple(chunk.sizes)), p.path, p.payload, p.nbytes,
+                digest=Digest(DIGEST, p.digest, p.payload, p.nbytes), rank=int(p.path[2:].split("_", 1)[0]),
+            )
+            for chunk, p in zip(found.chunks, own, strict=True)
+        ]  # fmt: skip
+        array, dtype = SliceArray.of(slices, len(found.size)), dtype_name(found.properties.dtype)
+        tensors[name] = TensorEntry(name, dtype, tuple(found.size), array, *roles.of(name), paths.get(name, ()))
+    for name, p in whole.items():
+        digest = Digest(DIGEST, p.digest, p.offset, p.length)
+        role = roles.of(name).role
+        objects[name] = ObjectEntry(name, p.path, p.offset, p.length, digest=digest, role=role, key=paths.get(name, ()))
+    listed = {id(place) for _, own in sliced.values() for place in own}
     spares = [
         (place.path, place.payload, place.nbytes, place.digest)
         for place in places.values()
-        if place.nbytes >= LEAST and id(place) not in sliced
+        if place.nbytes >= LEAST and id(place) not in listed
     ]
-    table = np.array(rows, ROW)
-    ranks = np.array([int(p.path[2:].split("_", 1)[0]) for p in placed], np.int32)
-    slices = RankSlices(table["key"].astype(np.int64), table, np.array(boxes, np.int64), ranks, 0)
-    return SaveIndex.of_slices(slices, keys, objects, files, spares, world_size)
+    sizes, digests = ({path: getattr(item, name) for path, item in files.items()} for name in ("nbytes", "digest"))
+    extra = {"save_id": save_id, "digests": digests, **spare_fields(spares)}
+    return Catalog(
+        tensors, objects, CatalogInfo("dcp", producer="ckptkit", world_size=world_size, files=sizes, extra=extra)
+    )
 
 
 class CatalogMetadata(Mapping[str, Any]):
@@ -424,8 +440,8 @@ class DCPWriter(StorageWriter):
         if manifest:
             files = {place.path: place.file for place in sorted(places.values(), key=lambda place: place.path)}
             files[name] = FileRecord(len(data), hex_digest_of(data))
-            index = _index(metadata, places, files, len(results))
-            store.write(MANIFEST_NAME, index.manifest(self.save_id, {}, "dcp").to_bytes(), sync=self.sync)
+            catalog = _catalog(metadata, places, files, self.save_id, len(results))
+            store.write(MANIFEST_NAME, Manifest.of(catalog).to_bytes(), sync=self.sync)
         store.write(name, data, sync=self.sync)
 
 
@@ -473,7 +489,7 @@ class _Resolved(Sequence[torch.Tensor]):
         if why:
             raise SaveError(f"{item.index.fqn}: it {why}.")
         wanted, sizes = _dtype_of(item), tuple(_chunk(item).sizes)
-        found = str(tensor.dtype).removeprefix("torch.")
+        found = dtype_name(tensor.dtype)
         if (found, tuple(tensor.shape)) != (wanted, sizes):
             raise SaveError(
                 f"{item.index.fqn}: the planner returned {found} {list(tensor.shape)}, but planned {wanted} "
@@ -489,7 +505,7 @@ def _chunk(item: WriteItem) -> ChunkStorageMetadata:
 
 def _dtype_of(item: WriteItem) -> str:
     assert item.tensor_data is not None
-    return str(item.tensor_data.properties.dtype).removeprefix("torch.")
+    return dtype_name(item.tensor_data.properties.dtype)
 
 
 class DCPReader(StorageReader):

@@ -91,25 +91,25 @@ def _check_slices(manifest: Manifest, columns: Columns, first: int, stop: int) -
     numbers = slice(int(elements[first]), int(elements[stop]))
     boxes = BoxTable(ndims[first:stop], stops[first:stop] - begin, slices.offsets[numbers], slices.sizes[numbers])
     owners, sizes = boxes.owners, boxes.sizes
-
-    def refuse(bad: npt.NDArray[np.bool_], owners: Int64, what: str) -> None:
-        if bad.any():
-            name = tensors.names[first + owners.item(int(np.argmax(bad)))]
-            _fail(columns, f"a slice of tensor {name!r} {what}")
-
     extents = boxes.extents(np.array([n for shape in tensors.shapes[first:stop] for n in shape], np.int64))
     outside = (boxes.offsets < 0) | (sizes < 0) | (sizes > extents) | (boxes.offsets > extents - sizes)
-    refuse(outside, np.repeat(owners, boxes.ndims[owners]), "is outside the tensor")
     itemsizes = np.array([DTYPES[name].itemsize for name in tensors.dtypes[first:stop]], np.int64)[owners]
     nbytes = products(sizes, boxes.ndims[owners]) * itemsizes
     for row, strides in slices.strides.items():
         if rows.start <= row < rows.stop:
             counts = boxes.box(row - begin)[1]
-            span = 1 + sum((n - 1) * s for n, s in zip(counts, strides, strict=True))
+            span = max(0, 1 + sum((n - 1) * s for n, s in zip(counts, strides, strict=True)))
             nbytes[row - begin] = 0 if 0 in counts else min(span * itemsizes.item(row - begin), _MAX_BYTES + 1)
     wrong = (slices.nbytes[rows] != nbytes) | (nbytes > _MAX_BYTES)
-    refuse(wrong, owners, "has a size that does not match its box or its strides")
-    refuse((slices.starts[rows] < 0) | (slices.starts[rows] > _MAX_BYTES), owners, "is past the end of any file")
+    far = (slices.starts[rows] < 0) | (slices.starts[rows] > _MAX_BYTES)
+    for bad, of, what in (
+        (outside, np.repeat(owners, boxes.ndims[owners]), "is outside the tensor"),
+        (wrong, owners, "has a size that does not match its box or its strides"),
+        (far, owners, "is past the end of any file"),
+    ):
+        if bad.any():
+            name = tensors.names[first + of.item(int(np.argmax(bad)))]
+            _fail(columns, f"a slice of tensor {name!r} {what}")
 
 
 def _texts(value: Any) -> bool:

@@ -94,7 +94,7 @@ def lay_out_dcp(
         columns.append(RecordColumns(name, tensor.dtype, tensor.shape, box.offsets, box.sizes, own, *records))
     planner = {".".join(map(str, key)): key for key in (*keys, *(key for key, _ in objects))}
     ends = np.cumsum([0, *(len(record) for _, record in objects)]).tolist()
-    at = {".".join(map(str, key)): (0, ends[i], len(record)) for i, (key, record) in enumerate(objects)}
+    at = {".".join(map(str, key)): (paths[0], ends[i], len(record)) for i, (key, record) in enumerate(objects)}
     metadata = b"".join(MetadataPickle(columns, paths, at, planner, save_id, save_id).chunks())
     return [*files, OutputFile.of_bytes(METADATA, metadata)], placements, (METADATA,)
 

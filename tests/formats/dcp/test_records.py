@@ -139,7 +139,7 @@ def expected() -> Metadata:
 
 @pytest.mark.parametrize("load", [pickle.loads, lambda data: pickle._Unpickler(io.BytesIO(data)).load()])
 def test_metadata_unpickles_to_torchs_own_objects(load):
-    places = {"objects": {"o.k": (1, 2, 3)}, "planner_data": PLANNER, "checkpoint_id": "/x", "save_id": "id"}
+    places = {"objects": {"o.k": (FILES[1], 2, 3)}, "planner_data": PLANNER, "checkpoint_id": "/x", "save_id": "id"}
     found = load(b"".join(MetadataPickle(TENSORS, FILES, **places).chunks()))
     assert found == expected()
     assert [key.index for key in found.storage_data] == [key.index for key in expected().storage_data]
