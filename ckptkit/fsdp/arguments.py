@@ -11,6 +11,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import nn
 
+from ckptkit.arguments import wrong
 from ckptkit.errors import UsageError
 
 P = ParamSpec("P")
@@ -84,30 +85,9 @@ def check_arguments(call: str, **values: object) -> None:
     """Check that each argument has the type that the parameter's name implies.
 
     Raises:
-        UsageError: An argument has the wrong type. The message names the call and each wrong argument, and says whether
-            two arguments look swapped.
+        UsageError: An argument has the wrong type. The message names the call and each wrong argument.
     """
-    wrong = {name: value for name, value in values.items() if not _fits(name, value)}
-    if not wrong:
-        return
-    found = "; ".join(
-        f"{name} must be {_KINDS[name][0]}, found {value!r}"
-        if isinstance(value, (str, int, float, type(None)))
-        else f"{name} must be {_KINDS[name][0]}, found {type(value).__name__}"
-        for name, value in wrong.items()
-    )
-    swapped = next(
-        (
-            f" Are {first} and {second} swapped?"
-            for first in wrong
-            for second in values
-            if first != second and _fits(second, wrong[first]) and (second in wrong or _fits(first, values[second]))
-        ),
-        "",
-    )
-    hint = " To name a step, pass step=." if isinstance(wrong.get("tag"), int) else ""
-    raise UsageError(f"{call}: {found}.{swapped}{hint}")
-
-
-def _fits(name: str, value: object) -> bool:
-    return _KINDS[name][1](value)
+    found = [str(wrong(name, value, _KINDS[name][0])) for name, value in values.items() if not _KINDS[name][1](value)]
+    if found:
+        hint = " To name a step, pass step=." if isinstance(values.get("tag"), int) else ""
+        raise UsageError(f"{call}: {' '.join(found)}{hint}")

@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ckptkit.errors import UsageError
+from ckptkit.keymaps.wrappers import without_infixes
 
 NoDecay = str | type[nn.Module] | Callable[[str, nn.Module, nn.Parameter], bool]
 """A choice of parameters to exclude from weight decay.
@@ -41,8 +42,6 @@ def is_norm(name: str, module: nn.Module, parameter: nn.Parameter) -> bool:
 NO_DECAY: tuple[NoDecay, ...] = ("bias", is_norm)
 """The default: biases and normalizations. To exclude more, pass `no_decay=(*NO_DECAY, "embed", MyScale)`."""
 
-_WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
-
 
 def param_groups(
     model: nn.Module, *, weight_decay: float = 0.0, no_decay: Sequence[NoDecay] = NO_DECAY
@@ -66,7 +65,7 @@ def param_groups(
     for raw_name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        name = clean_fqn(raw_name)
+        name = without_infixes(raw_name)
         owner = model.get_submodule(raw_name.rpartition(".")[0])
         decay = 0.0 if any(rule(name, owner, parameter) for rule in rules) else weight_decay
         layout = (parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else None
@@ -75,11 +74,6 @@ def param_groups(
         group["params"].append(parameter)
         group["param_names"].append(name)
     return list(groups.values())
-
-
-def clean_fqn(name: str) -> str:
-    """Return `name` without the components that wrappers add."""
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def _several(no_decay: object) -> Sequence[Any]:

@@ -20,6 +20,7 @@ from ckptkit.checkpoint.load.planner import plan_load
 from ckptkit.checkpoint.run.coordinator import Coordinator
 from ckptkit.checkpoint.save.hf_config import config_of
 from ckptkit.checkpoint.state.train_state import TrainState, model_tensors
+from ckptkit.formats.dcp.host_bytes import dtype_name
 from ckptkit.formats.hf import safetensors
 from ckptkit.fsdp import meta
 from ckptkit.keymaps.builtin import choose_map
@@ -93,5 +94,4 @@ def _rounded(plan: LoadPlan) -> Iterator[str]:
         stored, kept = getattr(torch, target.entry.dtype), target.live.dtype
         is_cast_float8 = stored != kept and dtype_of(target.entry.dtype).kind == "float8"
         if is_cast_float8 or torch.promote_types(stored, kept) != kept:
-            name = str(kept).removeprefix("torch.")
-            yield f"{target.key} is {target.entry.dtype}, the model keeps {name}; pass cast=True to round it"
+            yield f"{target.key} is {target.entry.dtype}, the model keeps {dtype_name(kept)}; cast=True rounds it"

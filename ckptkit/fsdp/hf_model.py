@@ -20,8 +20,8 @@ from ckptkit.checkpoint.save.hf_config import adapter_folder, adapters_of, pretr
 from ckptkit.checkpoint.state.train_state import TrainState, capture
 from ckptkit.errors import SaveError
 from ckptkit.formats.dcp.subclasses import SUBCLASSES
-from ckptkit.fsdp.groups import clean_fqn
 from ckptkit.fsdp.wrap import unwrap_model
+from ckptkit.keymaps.wrappers import without_infixes
 from ckptkit.units import first_few
 
 _log = logging.getLogger(__name__)
@@ -120,7 +120,7 @@ def adapter_tensors(source: Exported, extra: dict[str, torch.Tensor]) -> dict[st
     adapters = adapters_of(model)
     # PEFT looks tensors up by raw module names, which include the names of wrappers.
     raw = {
-        clean_fqn(f"{module}.{leaf}"): f"{module}.{leaf}"
+        without_infixes(f"{module}.{leaf}"): f"{module}.{leaf}"
         for module, owner in model.named_modules()
         for leaf in (*owner._parameters, *owner._buffers)
     }
@@ -148,7 +148,7 @@ def adapter_tensors(source: Exported, extra: dict[str, torch.Tensor]) -> dict[st
             if name is None:
                 name = f"{folder}{key} of {adapter}"
                 extra[name] = value
-            files[f"{root}{clean_fqn(key)}"] = name
+            files[f"{root}{without_infixes(key)}"] = name
     taken = {name for files in found.values() for name in files.values()}
     trained = {id(p) for p in model.parameters() if p.requires_grad}
     lost = [n for n, t in source.tensors.items() if id(t) in trained and n not in taken and n not in prompts]

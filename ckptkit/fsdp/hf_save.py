@@ -25,6 +25,7 @@ from ckptkit.checkpoint.save.stream import LocalSteps, open_stream
 from ckptkit.checkpoint.state.train_state import TrainState
 from ckptkit.errors import UsageError
 from ckptkit.formats.dcp.fill import part_of
+from ckptkit.formats.dcp.host_bytes import dtype_name
 from ckptkit.formats.hf.header import INDEX, TensorToWrite, encode_index, shard_names, split_into_shards
 from ckptkit.formats.replaceable import check_replaceable
 from ckptkit.fsdp.hf_model import Exported, adapter_tensors, exported, prove
@@ -108,13 +109,13 @@ def _adapters(source: Exported, dtype: str, coordinator: Coordinator) -> tuple[d
     tensors = dict(source.tensors)
     computed: dict[str, torch.Tensor] = {}
 
-    def name() -> tuple[dict[str, dict[str, str]], dict[str, tuple[tuple[int, ...], str]]]:
+    def name() -> tuple[dict[str, dict[str, str]], dict[str, tuple[tuple[int, ...], torch.dtype]]]:
         found = adapter_tensors(source, computed)
-        return found, {n: (tuple(t.shape), str(t.dtype).removeprefix("torch.")) for n, t in computed.items()}
+        return found, {name: (tuple(t.shape), t.dtype) for name, t in computed.items()}
 
     folders, shapes = coordinator.decide(name, "naming the tensors of the adapter")
     for made, (shape, stored) in shapes.items():
-        tensors[made] = computed.get(made, torch.empty(shape, dtype=getattr(torch, stored)))
+        tensors[made] = computed.get(made, torch.empty(shape, dtype=stored))
     return tensors, {
         f"{folder}adapter_model.safetensors": [
             replace(target := _whole(live, tensors[live]), name=name, dtype=export_dtype(target.dtype, dtype))
@@ -126,7 +127,7 @@ def _adapters(source: Exported, dtype: str, coordinator: Coordinator) -> tuple[d
 
 def _whole(name: str, tensor: torch.Tensor) -> Target:
     box = Box.whole(tuple(tensor.shape))
-    stored = str(tensor.dtype).removeprefix("torch.")
+    stored = dtype_name(tensor.dtype)
     return Target(name, stored, box.sizes, (Part(box, name, box),), stored)
 
 

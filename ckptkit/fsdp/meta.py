@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ckptkit.checkpoint.state.without_values import mark_filled, mark_without_values, without_values
-from ckptkit.fsdp.groups import clean_fqn
+from ckptkit.keymaps.wrappers import without_infixes
 
 
 @contextlib.contextmanager
@@ -77,7 +77,7 @@ def restore_buffers(model: nn.Module) -> None:
 
 def uninitialized(model: nn.Module) -> frozenset[str]:
     """Return the names of the model's parameters and buffers that have no values yet."""
-    return frozenset(clean_fqn(name) for name, tensor in _named(model) if without_values(tensor))
+    return frozenset(without_infixes(name) for name, tensor in _named(model) if without_values(tensor))
 
 
 def _named(model: nn.Module) -> list[tuple[str, torch.Tensor]]:

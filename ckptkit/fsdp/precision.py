@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 from ckptkit.errors import UsageError
+from ckptkit.formats.dcp.host_bytes import dtype_name
 
 if TYPE_CHECKING:
     from ckptkit.fsdp.config import FSDPConfig
@@ -78,8 +79,8 @@ def check_unit_dtypes(name: str, parameters: Iterable[tuple[str, nn.Parameter]],
     for fqn, parameter in parameters:
         if not parameter.is_floating_point():
             raise UsageError(
-                f"Parameter {fqn!r} has dtype {_short(parameter.dtype)}: it can be neither trained nor gathered with "
-                "floating-point parameters. Register it as a buffer."
+                f"Parameter {fqn!r} has dtype {dtype_name(parameter.dtype)}: it can be neither trained nor gathered "
+                "with floating-point parameters. Register it as a buffer."
             )
         first.setdefault(parameter.dtype, fqn)
         if parameter.requires_grad:
@@ -97,8 +98,4 @@ def check_unit_dtypes(name: str, parameters: Iterable[tuple[str, nn.Parameter]],
 
 
 def _listed(found: dict[torch.dtype, str]) -> str:
-    return " and ".join(f"{_short(dtype)} (such as {fqn!r})" for dtype, fqn in found.items())
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    return " and ".join(f"{dtype_name(dtype)} (such as {fqn!r})" for dtype, fqn in found.items())

@@ -29,8 +29,8 @@ from ckptkit.arguments import wrong
 from ckptkit.checkpoint.run.coordinator import Coordinator
 from ckptkit.errors import UsageError
 from ckptkit.formats.dcp.fsdp_units import keep_fp32_gradients
+from ckptkit.formats.dcp.host_bytes import dtype_name
 from ckptkit.fsdp.config import BackwardPrefetch, FSDPConfig
-from ckptkit.fsdp.groups import clean_fqn
 from ckptkit.fsdp.mesh import ParallelPlan, TrainingMesh, device_type_of, ensure_process_group, make_mesh, plan_for
 from ckptkit.fsdp.precision import (
     check_unit_dtypes,
@@ -42,6 +42,7 @@ from ckptkit.fsdp.precision import (
 from ckptkit.fsdp.tensor_parallel import TPPlan, apply_tensor_parallel
 from ckptkit.fsdp.units import ROOT, VISION_NAMES, Policy, Units, plan_units, policy_of
 from ckptkit.fsdp.units import blocks as blocks_of
+from ckptkit.keymaps.wrappers import without_infixes
 
 logger = logging.getLogger(__name__)
 M = TypeVar("M", bound=nn.Module)
@@ -159,11 +160,6 @@ def unwrap_model(model: nn.Module) -> nn.Module:
         model = inner
 
 
-def fsdp_units(model: nn.Module) -> list[str]:
-    """Return the names of the model's FSDP2 units. The root's name is ""."""
-    return [clean_fqn(name) for name, module in model.named_modules() if isinstance(module, FSDPModule)]
-
-
 def sync_module_states(model: nn.Module, device_type: str, *, ignored: Set[str] = frozenset()) -> None:
     """Broadcast rank 0's parameters and buffers. All ranks must call this.
 
@@ -207,7 +203,7 @@ def _ignored(model: nn.Module, globs: Sequence[str], given: Collection[nn.Parame
                 "not have. Was the model changed or copied since?"
             )
     for glob in globs:
-        found = [parameter for name, parameter in every.items() if fnmatch.fnmatchcase(clean_fqn(name), glob)]
+        found = [parameter for name, parameter in every.items() if fnmatch.fnmatchcase(without_infixes(name), glob)]
         if not found:
             raise UsageError(f"ignored_params contains {glob!r}, which matches no parameter of {_class_name(model)}.")
         chosen += found
@@ -226,7 +222,7 @@ def _warn_of_ignored(model: nn.Module, ignored: Set[str], mesh: TrainingMesh, is
         logger.warning(
             "%r and %d more of ignored_params are trainable: FSDP2 does not reduce their gradients over the %d ranks. "
             "Reduce them yourself, as docs/training.md shows, or freeze them.",
-            clean_fqn(trained[0]),
+            without_infixes(trained[0]),
             len(trained) - 1,
             mesh.data.size(),
         )
@@ -256,7 +252,7 @@ def _warn_of_different_values(parameters: Mapping[str, torch.Tensor], consequenc
 
 def _check_same(tensors: Mapping[str, torch.Tensor]) -> None:
     mine = [
-        f"{name!r} {list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}{' (meta)' if tensor.is_meta else ''}"
+        f"{name!r} {list(tensor.shape)} {dtype_name(tensor.dtype)}{' (meta)' if tensor.is_meta else ''}"
         for name, tensor in tensors.items()
     ]
     everyone = _gathered(mine)

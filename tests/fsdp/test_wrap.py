@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from ckptkit.errors import UsageError
 from ckptkit.fsdp import FSDPConfig, shard, unwrap_model, wrap
-from ckptkit.fsdp.wrap import NotShardableError, fsdp_units
+from ckptkit.fsdp.wrap import NotShardableError
 from tests.fsdp import models
 from tests.ranks import logged, on_ranks
 
@@ -23,6 +23,10 @@ def warnings_of(model, config=None):
     with logged(logging.NOTSET, name="ckptkit.fsdp.wrap") as seen:
         assert shard(model, FSDPConfig.from_dict(config or {})) is model
     return seen
+
+
+def units(model: nn.Module) -> list[str]:
+    return [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
 
 
 @on_ranks(2)
@@ -42,7 +46,7 @@ def test_units_made_by_hand_before_are_kept(by_hand):
     shard(model, FSDPConfig(auto_wrap_policy="BLOCKS", sync_module_states=False))
     models.loss_of(model, models.batch(0)).backward()
     assert all(isinstance(p, DTensor) and p.grad is not None for p in model.parameters())
-    assert fsdp_units(model) == ["", "layers.0", "layers.1", "layers.2"]
+    assert units(model) == ["", "layers.0", "layers.1", "layers.2"]
 
 
 @on_ranks(2)
@@ -234,7 +238,7 @@ def test_ranks_may_take_different_branches_through_a_vision_tower(by_hook):
     sum(nn.functional.cross_entropy(out.flatten(0, 1), tokens.flatten()) / 2 for out in expected).backward()
     for (name, a), b in zip(model.named_parameters(), plain.parameters(), strict=True):
         assert torch.allclose(models.whole(a.grad), b.grad, atol=1e-6), name
-    assert fsdp_units(model) == ["", "text.layers.0", "text.layers.1", "text.layers.2"]
+    assert units(model) == ["", "text.layers.0", "text.layers.1", "text.layers.2"]
 
 
 @on_ranks(2)
@@ -243,7 +247,7 @@ def test_a_callable_policy_decides():
         return [name for name, module in model.named_modules() if isinstance(module, nn.LayerNorm)]
 
     model = shard(models.untied(), policy=norms)
-    assert fsdp_units(model) == ["", "layers.0.norm", "layers.1.norm", "layers.2.norm", "norm"]
+    assert units(model) == ["", "layers.0.norm", "layers.1.norm", "layers.2.norm", "norm"]
 
 
 def test_unwrap_returns_the_innermost_module():

@@ -282,6 +282,7 @@ def capture(state: TrainState, *, rank: int = 0, step: int | None = None) -> Cap
         SaveError: A value cannot be saved in a form that loads safely, or the state is half loaded.
     """
     from torch.distributed.tensor import DTensor
+    from torch.nn import Parameter
 
     check_whole(state)
     captured = Captured()
@@ -322,20 +323,27 @@ def capture(state: TrainState, *, rank: int = 0, step: int | None = None) -> Cap
     if state.layout:
         _globalize(captured, state, live_models)
     for name, (key, tensors) in zip(models, captured.models.items(), strict=True):
-        plain = _plain_parameters(key, tensors, live_models[key], recipes)
-        prefix = f"{name}." if name else ""
-        alike = [k for k, fqn in plain.items() if not is_declared(state.layout, prefix + fqn, "per_rank")]
-        captured.alike.update(f"{key}.{k}" for k in alike)
-        # The live tensors keep their class.
-        tensors.update({k: without_subclass(v) for k, v in tensors.items() if not isinstance(v, DTensor)})
-    schedulers, scalers = state.parts("scheduler"), state.parts("grad_scaler")
-    classed = [("optimizer", optimizers), ("scheduler", schedulers)]
-    if classes := {section(kind, name): class_name(item) for kind, items in classed for name, item in items.items()}:
+        prefix, weights = f"{name}." if name else "", live_models[key]
+        plain = {k: outer_name(k, recipes, f"{key}.") for k, v in tensors.items() if not isinstance(v, DTensor)}
+        alike = (k for k, fqn in plain.items() if isinstance(weights[fqn], Parameter))
+        captured.alike.update(
+            f"{key}.{k}" for k in alike if not is_declared(state.layout, prefix + plain[k], "per_rank")
+        )
+        tensors.update({k: without_subclass(tensors[k]) for k in plain})  # the live tensors keep their class
+    _capture_objects(captured, state, rank)
+    captured.objects["step"] = int(state.step if step is None else step)
+    return captured
+
+
+def _capture_objects(captured: Captured, state: TrainState, rank: int) -> None:
+    """Add everything but models and optimizers to `captured`."""
+    kinds = ("optimizer", "scheduler")
+    if classes := {section(kind, n): class_name(item) for kind in kinds for n, item in state.parts(kind).items()}:
         captured.objects["classes"] = classes
-    stateful = {section("scheduler", name): item for name, item in schedulers.items()}
-    stateful.update((section("grad_scaler", name), item) for name, item in scalers.items())
-    for key, item in stateful.items():
-        captured.objects[key] = encode(_state_of(item, key), key, captured.loose)
+    for kind in ("scheduler", "grad_scaler"):
+        for name, item in state.parts(kind).items():
+            key = section(kind, name)
+            captured.objects[key] = encode(_state_of(item, key), key, captured.loose)
     for name, item in state.parts("dataloader").items():
         key = f"{section('dataloader', name)}.{rank}"
         captured.add_own(key, _state_of(item, key))
@@ -351,8 +359,6 @@ def capture(state: TrainState, *, rank: int = 0, step: int | None = None) -> Cap
         else:
             captured.objects[key] = encode(value, key, captured.loose)
     refuse_hidden("", captured.loose)
-    captured.objects["step"] = int(state.step if step is None else step)
-    return captured
 
 
 def _by_fqn(live: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
@@ -380,17 +386,6 @@ def joined_weights(name: str, live: Mapping[str, torch.Tensor], layout: Layout) 
         if (shards := shards_of(layout, prefix + fqn)) and (place := without_values(tensor)) is not None:
             found[fqn] = as_global(f"{key}.{fqn}", place, shards)
     return found
-
-
-def _plain_parameters(
-    key: str, tensors: Mapping[str, torch.Tensor], live: Mapping[str, torch.Tensor], recipes: Mapping[str, Recipe]
-) -> dict[str, str]:
-    """Return the names of the captured plain tensors that belong to parameters, each with its parameter's FQN."""
-    from torch.distributed.tensor import DTensor
-    from torch.nn import Parameter
-
-    owners = {k: outer_name(k, recipes, f"{key}.") for k, v in tensors.items() if not isinstance(v, DTensor)}
-    return {k: fqn for k, fqn in owners.items() if isinstance(live[fqn], Parameter)}
 
 
 def _other_names(

@@ -22,7 +22,6 @@ import base64
 import collections
 import itertools
 import math
-import operator
 import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -84,13 +83,6 @@ class _Encoder:
         if kind in _DICTS:
             plain = kind is dict and _STRINGS.issuperset(map(type, value))
             plain = plain and not any(map(str.startswith, value, itertools.repeat("$")))
-            if plain and value and {self._dtensor}.issuperset(map(type, value.values())):
-                # Encode a dict of DTensors with batched operations.
-                names = list(map(f"{path}.".__add__, value))
-                odd = any(map(_is_meta, value.values())) or any(map(is_more, value.values()))
-                if not odd and self._tensors.keys().isdisjoint(names):
-                    self._tensors.update(zip(names, value.values(), strict=True))
-                    return {key: {"$ref": name} for key, name in zip(value, names, strict=True)}
             if plain:
                 return {key: self.encode(item, f"{path}.{key}", depth + 1) for key, item in value.items()}
             if any(hasattr(key, "untyped_storage") for key in value):
@@ -235,18 +227,11 @@ def _is_torchs(value: Any) -> bool:
     return value.dtype.kind in "biufc" and value.dtype.isnative and value.dtype.char not in "gG"
 
 
-_is_meta = operator.attrgetter("is_meta")
-
-
 def is_more(value: torch.Tensor) -> bool:
     """Return whether `described` would add any tags to the encoded values of a tensor."""
-    return value.requires_grad or _is_parameter(value) or (bool(vars(value)) and bool(attributes_of(value)))
+    from torch.nn import Parameter
 
-
-def _is_parameter(value: torch.Tensor) -> bool:
-    import torch
-
-    return isinstance(value, torch.nn.Parameter)
+    return value.requires_grad or isinstance(value, Parameter) or (bool(vars(value)) and bool(attributes_of(value)))
 
 
 _STRINGS = frozenset((str,))
