@@ -133,7 +133,7 @@ def may_hold_model(files: Iterable[str]) -> list[str]:
 
 def open_file(store: Store, path: str, *, options: ReadOptions = ReadOptions()) -> Catalog:  # noqa: B008 - frozen
     """Return the catalog of one torch.save file. Raises the same errors as `open_catalog`."""
-    value = plain(read_torch_file(store, path, allow_pickle=options.allow_pickle), file=path)
+    value = plain(read_torch_file(store, path, options), file=path)
     _refuse_part(value, path)
     return _catalog(store, {path: value})
 
@@ -150,13 +150,13 @@ def _refuse_part(value: Any, path: str) -> None:
         )
 
 
-def read_torch_file(store: Store, path: str, *, allow_pickle: bool = False) -> Any:
+def read_torch_file(store: Store, path: str, options: ReadOptions | None = None) -> Any:
     """Return the value in a file of torch.save (zip or the older format) or in a plain pickle, which has no tensors.
 
-    Args:
-        allow_pickle: Turn instances of classes that are not on the allow-list into inert records. If False, raise an
-            error.
+    Reads no tensor bytes. With `options.allow_pickle`, instances of classes that are not on the allow-list become inert
+    records.
     """
+    allow_pickle = options is not None and options.allow_pickle
     unknown: Unknown = "record" if allow_pickle else "refuse"
     try:
         return read_pickled(store, path, file=path, unknown=unknown)
@@ -172,7 +172,7 @@ def read_torch_file(store: Store, path: str, *, allow_pickle: bool = False) -> A
 def _shards(store: Store, paths: Sequence[str], options: ReadOptions) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for path in paths:
-        value = plain(read_torch_file(store, path, allow_pickle=options.allow_pickle), file=path)
+        value = plain(read_torch_file(store, path, options), file=path)
         if not isinstance(value, dict):
             raise CorruptCheckpointError(f"{path}: a shard holds a {type(value).__name__}, not a dict of tensors.")
         values[path] = value

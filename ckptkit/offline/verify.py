@@ -320,7 +320,7 @@ def _members(store: Store, path: str) -> list[tuple[int, int, int | None]]:
     if path.endswith(".json"):
         read_object(store, ObjectEntry(path, path, 0, size, encoding="json"))
         return []
-    read_torch_file(store, path, allow_pickle=True)
+    read_torch_file(store, path, ReadOptions(allow_pickle=True))
     return [(0, size, None)]
 
 

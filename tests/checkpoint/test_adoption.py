@@ -208,6 +208,12 @@ def test_an_optimizer_beside_the_steps_of_a_script_belongs_to_the_newest(tmp_pat
     assert "optimizer" in load(tmp_path, optimized(net(), torch.optim.AdamW)).loaded
 
 
+def test_two_optimizers_beside_a_model_are_refused(tmp_path):
+    write(tmp_path, {"net.pt": "m", "optimizer.pt": "o", "optimizer.bin": "o"}, *trained())
+    with pytest.raises(CorruptCheckpointError, match=r"optimizer\.bin and optimizer\.pt"):
+        load(tmp_path, optimized(net(), torch.optim.AdamW))
+
+
 def test_an_optimizer_beside_a_file_without_tensors_belongs_to_the_model(tmp_path):
     write(tmp_path, {"net.pt": "m", "optimizer.pt": "o"}, *trained())
     torch.save({"lr": 0.1}, tmp_path / "args.pt")

@@ -6,6 +6,8 @@ import shutil
 
 import pytest
 import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
 from ckptkit.catalog.entry import Role
 from ckptkit.errors import CorruptCheckpointError, IncompleteCheckpointError, UnsupportedFormatError
@@ -158,6 +160,16 @@ def test_every_model_of_an_accelerate_checkpoint_is_listed(ranks, tmp_path, kind
     wanted = first | {f"model_1.{name}": tensor for name, tensor in second.items()}
     weights = {e.name.removeprefix("model."): e for e in source.catalog.tensors.values() if e.role is Role.MODEL}
     assert contents(source.store, weights) == contents_of_state_dict(wanted)
+
+
+def test_rank_files_in_the_format_before_the_zip_are_read(tmp_path):
+    for rank in range(2):
+        mesh = DeviceMesh("cpu", torch.arange(2), _init_backend=False, _rank=rank)
+        local, shape = torch.full((2,), float(rank)), torch.Size([4])
+        part = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=shape, stride=(1,))
+        path = tmp_path / f"model_world_size_2_rank_{rank}.pt"
+        torch.save({"w": part}, path, _use_new_zipfile_serialization=False)
+    opened_with(tmp_path, {"model": {"w": torch.tensor([0.0, 0.0, 1.0, 1.0])}})
 
 
 def test_rank_files_that_contain_themselves_are_refused(tmp_path):

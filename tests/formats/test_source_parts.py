@@ -183,6 +183,8 @@ def test_nemo_and_automodel_directories_are_read(tmp_path, zoo):
 REFUSED: list[Refusal] = [
     ("a file of a part is missing", "accelerate_fsdp2_sharded_llama_tied_w2/checkpoint",
      without("optimizer_0/__1_0.distcp"), IncompleteCheckpointError, r"optimizer_0/: __1_0\.distcp"),
+    ("files of two saves", "accelerate_fsdp2_sharded_llama_tied_w2/checkpoint", written("pytorch_model_fsdp.bin", b""),
+     CorruptCheckpointError, r"pytorch_model_fsdp(_0|\.bin) and pytorch_model_fsdp(_0|\.bin) are files of two saves"),
     ("a rank of local state is missing", "fsdp1_local_state_dict_nomesh_w2",
      without("pytorch_model_fsdp_rank1.bin"), IncompleteCheckpointError, r"pytorch_model_fsdp_rank1\.bin"),
     ("another backend of Megatron", "megatron_torch_dist_emulated",

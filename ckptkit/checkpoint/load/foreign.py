@@ -77,19 +77,19 @@ def with_files_beside(catalog: Catalog, store: Store) -> Catalog:
     files = {item.path: item.size for item in store.list() if item.kind == "file"}
     parts = [catalog]
     models = {int(match[1]): name for name in files if (match := MODEL_FILE.fullmatch(name))}
-    optimizers = {match[1]: name for name in sorted(files) if (match := OPTIMIZER_FILE.fullmatch(name))}
+    optimizers = [(int(match[1] or 0), name) for name in files if (match := OPTIMIZER_FILE.fullmatch(name))]
     state = {kind: name for kind, name in state_files(files).items() if kind not in catalog.objects}
     # Only accelerate numbers models and optimizers. In file names of other programs, numbers are steps or epochs.
     if not any(map(ACCELERATE_FILE.fullmatch, files)):
-        models, optimizers = {}, {number: name for number, name in optimizers.items() if number is None}
-        found = [*optimizers.values(), *state.values()]
+        models, optimizers = {}, [(0, name) for _, name in optimizers if name in ("optimizer.bin", "optimizer.pt")]
+        found = [*(name for _, name in optimizers), *state.values()]
         if found and (others := _newer_or_other_models(catalog, store, files)):
             note = f"not read: {first_few(found)}, which may belong to {first_few(others)}."
             return replace(catalog, info=replace(catalog.info, notes=(*catalog.info.notes, note)))
     for index, name in sorted(models.items()):
         open_model = safetensors.open_file if name.endswith(".safetensors") else open_file
         parts.append(numbered(open_model(store, name), index))
-    for index, name in sorted((int(number or 0), name) for number, name in optimizers.items()):
+    for index, name in sorted(optimizers):
         part = renamed(open_file(store, name), "optimizer")
         parts.append(numbered(part, index) if index else part)
     if len(parts) == 1 and not state:

@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from ckptkit.errors import CorruptCheckpointError, IncompleteCheckpointError, UnsupportedFormatError
+from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.pickles.tensors import StoredTensor
-from ckptkit.formats.trainers.rank_files import Joined, join, read_archives
+from ckptkit.formats.trainers.rank_files import Joined, join, read_files
 from ckptkit.storage import Store
 
 EXPERT_FILE = re.compile(r"(?:layer_(\d+)_)?expert_(\d+)_mp_rank_(\d+)_model_states\.pt")
@@ -148,7 +149,9 @@ def _group_keys(inner: Mapping[str, Any]) -> list[tuple[Any, Any]]:
     return [(name if isinstance(name, str) else None, repr(count)) for name, count in zip(names, counts, strict=True)]
 
 
-def read_experts(store: Store, files: Sequence[str], model: Mapping[str, Any]) -> dict[str, Joined]:
+def read_experts(
+    store: Store, files: Sequence[str], model: Mapping[str, Any], options: ReadOptions | None
+) -> dict[str, Joined]:
     """Return the weights in the experts' files. `model` is the content of the model file.
 
     Raises:
@@ -158,7 +161,7 @@ def read_experts(store: Store, files: Sequence[str], model: Mapping[str, Any]) -
     found = {(int(match[1] or -1), int(match[2])): match[0] for file in files if (match := EXPERT_FILE.fullmatch(file))}
     names = _complete(found, model)
     tensors: dict[str, StoredTensor] = {}
-    for (key, file), value in zip(names.items(), read_archives(store, names.values()), strict=True):
+    for (key, file), value in zip(names.items(), read_files(store, names.values(), options), strict=True):
         if not isinstance(value, dict):
             raise CorruptCheckpointError(f"{file} contains no weights of an expert.")
         for name, tensor in value.items():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, TypeAlias
 
 from ckptkit.catalog.entry import ObjectEntry, Role, TensorEntry
@@ -16,7 +15,6 @@ from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.pickles.inert import Record
 from ckptkit.formats.pickles.objects import plain
 from ckptkit.formats.pickles.tensors import StoredTensor
-from ckptkit.formats.torch_save import read_torch_file
 from ckptkit.formats.trainers.rank_files import (
     Joined,
     check_copies,
@@ -24,7 +22,7 @@ from ckptkit.formats.trainers.rank_files import (
     check_steps,
     join,
     missing_ranks,
-    read_archives,
+    read_files,
 )
 from ckptkit.storage import Store
 
@@ -179,8 +177,7 @@ def read_model_states(
     ranks = [int(match[1] or 0) for match in matches]
     if stage3:
         missing_ranks(ranks, max(ranks) + 1, template)
-    allow_pickle = options is not None and options.allow_pickle
-    values = read_archives(store, names, partial(read_torch_file, allow_pickle=allow_pickle))
+    values = read_files(store, names, options)
     for name, value in zip(names, values, strict=True):
         if without_module and isinstance(value, dict) and value.get("module", {}) is None:
             value["module"] = {}
@@ -203,13 +200,15 @@ def read_model_states(
     )
 
 
-def read_optim_states(store: Store, files: Sequence[str], models: ModelStates) -> OptimStates | None:
+def read_optim_states(
+    store: Store, files: Sequence[str], models: ModelStates, options: ReadOptions | None
+) -> OptimStates | None:
     """Read the optimizer files at the root. Returns None if the root contains no optimizer files."""
     matches = sorted((m for name in files if (m := OPTIM_FILE.fullmatch(name))), key=lambda m: int(m[2]))
     if not matches:
         return None
     names = [match[0] for match in matches]
-    inner = [_optimizer_dict(value, name) for name, value in zip(names, read_archives(store, names), strict=True)]
+    inner = [_optimizer_dict(value, name) for name, value in zip(names, read_files(store, names, options), strict=True)]
     partitions = _partitions(inner[0], len(names), names[0])
     world_size = max(partitions)
     template = names[0].replace(f"rank_{matches[0][2]}_", "rank_{rank}_", 1)

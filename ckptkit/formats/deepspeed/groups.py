@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -174,7 +174,7 @@ def _flat_states(states: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def check_layout(
-    store: Store, groups: Sequence[FlatGroup], masters: Mapping[str, Joined], copies: Callable[[], Mapping[str, Joined]]
+    store: Store, groups: Sequence[FlatGroup], masters: Mapping[str, Joined], copies: Mapping[str, Joined]
 ) -> None:
     """Compare fp32 master weights with low-precision weights if the positions of a group's parameters are uncertain.
 
@@ -183,7 +183,7 @@ def check_layout(
     rank, and the result could be wrong. Reads a few kilobytes per parameter.
 
     Args:
-        copies: Returns the low-precision weights by name. Called only if there is a parameter to compare.
+        copies: The low-precision weights by name.
 
     Raises:
         CorruptCheckpointError: A low-precision weight does not equal its master weight, cast to the same dtype.
@@ -194,14 +194,13 @@ def check_layout(
             asked += group.params
         elif any(map(is_expert, group.params)):
             asked.append(max(group.params, key=lambda name: math.prod(group.params[name])))
-    whole = copies() if asked else {}
-    weights = {name: whole[name].entry(name, Role.MODEL, fqn=name) for name in asked if name in whole}
+    weights = {name: copies[name].entry(name, Role.MODEL, fqn=name) for name in asked if name in copies}
     sampler = MasterSampler(store, weights)
     for name in weights:
         if not sampler.fits(masters[name].entry(name, Role.MASTER, fqn=name), name):
             raise CorruptCheckpointError(
                 f"parameter {name!r}: the fp32 weights at the position computed from the shapes do not equal the "
-                f"weights in {whole[name].slices[0].path}. Are all files from one save?"
+                f"weights in {copies[name].slices[0].path}. Are all files from one save?"
             )
 
 

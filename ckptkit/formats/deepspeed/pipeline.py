@@ -20,7 +20,7 @@ from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.pickles.tensors import StoredTensor
 from ckptkit.formats.trainers.master_check import MasterSampler
 from ckptkit.formats.trainers.optimizer_files import OptimizerState
-from ckptkit.formats.trainers.rank_files import Joined, join, missing_ranks, read_archives
+from ckptkit.formats.trainers.rank_files import Joined, join, missing_ranks, read_files
 from ckptkit.storage import Store
 
 LAYER_FILE = re.compile(r"layer_(\d+)(?:-model_(\d+))?-model_states\.pt")
@@ -38,7 +38,7 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
         UnsupportedFormatError: The layers are split by tensor parallelism.
     """
     files = file_names(store.list())
-    layers = _layers(store, files)
+    layers = _layers(store, files, options)
     stages = [_stage(store, files, number, layers, options) for number in _numbers(files, store)]
     _check_layers(stages, layers)
     ties = _ties(store, stages, layers)
@@ -58,7 +58,7 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
     return catalog_of(store, first, weights, masters, shared, optimizer, world_size=world_size, extra=extra)
 
 
-def _layers(store: Store, files: Sequence[str]) -> dict[str, Joined]:
+def _layers(store: Store, files: Sequence[str], options: ReadOptions | None) -> dict[str, Joined]:
     """Return the tensors of all layers, in layer order, in the job's compute dtype."""
     found: dict[int, str] = {}
     for match in filter(None, map(LAYER_FILE.fullmatch, files)):
@@ -71,7 +71,7 @@ def _layers(store: Store, files: Sequence[str]) -> dict[str, Joined]:
             raise CorruptCheckpointError(f"{match[0]} and {found[int(match[1])]} contain the same layer. Keep one.")
         found[int(match[1])] = match[0]
     tensors: dict[str, StoredTensor] = {}
-    for number, value in zip(sorted(found), read_archives(store, [found[n] for n in sorted(found)]), strict=True):
+    for number, value in zip(sorted(found), read_files(store, [found[n] for n in sorted(found)], options), strict=True):
         if not isinstance(value, dict):
             raise CorruptCheckpointError(f"{found[number]} contains no state dict of a layer.")
         tensors.update({f"{number}.{name}": item for name, item in value.items() if isinstance(item, StoredTensor)})
@@ -96,7 +96,7 @@ def _stage(
     mine = [name for name in files if (match := OPTIM_FILE.fullmatch(name)) and int(match[3]) == number]
     if not mine and models.param_shapes:
         raise IncompleteCheckpointError(f"zero_pp_rank_0_mp_rank_{number:02d}_optim_states.pt is missing.")
-    return read_stage(store, mine, models, lambda: layers)
+    return read_stage(store, mine, models, layers, options)
 
 
 def _check_layers(stages: Sequence[Stage], layers: Mapping[str, Joined]) -> None:

@@ -20,7 +20,7 @@ from ckptkit.formats.deepspeed.zero import catalog_of, frozen_weights
 from ckptkit.formats.hf.side_files import file_names
 from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.pickles.tensors import StoredTensor
-from ckptkit.formats.pickles.zip import read_archive
+from ckptkit.formats.torch_save import read_torch_file
 from ckptkit.formats.trainers.optimizer_files import OptimizerState
 from ckptkit.formats.trainers.rank_files import Joined
 from ckptkit.storage import Store
@@ -43,7 +43,7 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
     masters: dict[str, Joined] = {}
     trained: set[str] = set()
     files: dict[str, int] = {}
-    for name, states in _parameters(store, files):
+    for name, states in _parameters(store, files, options):
         if states.keys() > {_WEIGHT}:
             trained.add(name)
         for state, value in states.items():
@@ -68,7 +68,9 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
     )
 
 
-def _parameters(store: Store, files: dict[str, int]) -> Iterator[tuple[str, dict[str, Any]]]:
+def _parameters(
+    store: Store, files: dict[str, int], options: ReadOptions | None
+) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield each parameter with the contents of its files. Adds the sizes of the files to `files`."""
     for item in store.list(_ROOT):
         if item.kind != "directory":
@@ -78,7 +80,7 @@ def _parameters(store: Store, files: dict[str, int]) -> Iterator[tuple[str, dict
             match = _STATE_FILE.fullmatch(file.path.rpartition("/")[2])
             if match and file.kind == "file":
                 files[file.path] = file.size
-                states[match[1]] = read_archive(store, file.path)
+                states[match[1]] = read_torch_file(store, file.path, options)
         yield item.path[len(_ROOT) + 1 :], states
 
 

@@ -6,7 +6,7 @@ MODEL and as MASTER. The low-precision copies in the model file equal the cast m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,17 +60,18 @@ def read_stage(
     store: Store,
     files: Sequence[str],
     models: ModelStates,
-    copies: Callable[[], Mapping[str, Joined]],
+    copies: Mapping[str, Joined],
+    options: ReadOptions | None,
     experts: Mapping[str, Joined] | None = None,
 ) -> Stage:
     """Read the optimizer files that belong to a model file, and check that the optimizer fits the model's weights.
 
     Args:
         files: Names of all files that may be optimizer files.
-        copies: Returns the low-precision weights by name.
+        copies: The low-precision weights by name.
         experts: Weights in the experts' files, or None if the experts have no files of their own.
     """
-    optims = read_optim_states(store, files, models)
+    optims = read_optim_states(store, files, models, options)
     stage = Stage(models, optims, groups_of(models, optims, experts or ()), {})
     masters = {name: joined for group in stage.groups for name, joined in group.cut("")}
     if experts is not None:
@@ -92,8 +93,9 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
     files = file_names(store.list())
     _refuse_foreign(store, files)
     models = read_model_states(store, files, options)
-    experts = _experts(store, files, models)
-    stage = read_stage(store, files, models, lambda: {**models.whole(elsewhere=frozenset()), **experts}, experts)
+    experts = _experts(store, files, models, options)
+    copies = {**models.whole(elsewhere=frozenset()), **experts}
+    stage = read_stage(store, files, models, copies, options, experts)
     optims, masters = stage.optims, stage.masters
     whole = models.whole(elsewhere=models.trained if optims is not None else frozenset())
     weights = {**whole, **experts, **masters, **frozen_weights(models)}
@@ -181,14 +183,14 @@ def _refuse_foreign(store: Store, files: Sequence[str]) -> None:
         )
 
 
-def _experts(store: Store, files: Sequence[str], models: ModelStates) -> dict[str, Joined]:
+def _experts(store: Store, files: Sequence[str], models: ModelStates, options: ReadOptions | None) -> dict[str, Joined]:
     if models.values[0].get("ds_autoep_layers"):
         raise UnsupportedFormatError(
             "the model file has ds_autoep_layers: experts that AutoEP fused. Convert it to a universal checkpoint with "
             "DeepSpeed's ds_to_universal.py first."
         )
     if models.values[0].get("num_experts") or any(map(EXPERT_FILE.fullmatch, files)):
-        return read_experts(store, files, models.values[0])
+        return read_experts(store, files, models.values[0], options)
     return {}
 
 

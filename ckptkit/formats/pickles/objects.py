@@ -153,7 +153,9 @@ def read_pickled(
             "torch.load(weights_only=False), and save it again."
         )
     found = f"{len(head)} bytes" if len(head) < 8 else f"bytes {head[:8]!r}"
-    raise CorruptCheckpointError(f"{file}: it begins with {found}, unlike any file of torch.save. Is it truncated?")
+    raise CorruptCheckpointError(
+        f"{file}: it begins with {found}. Expected a file of torch.save, or a pickle of protocol 2 or newer."
+    )
 
 
 def load_object_torch(store: Store, entry: ObjectEntry) -> Any:

@@ -116,7 +116,8 @@ class StoredTensor(Stub):
             if tensor.crc32 is None:
                 raise UnsupportedFormatError(
                     f"{tensor.path} has no CRC-32s, by which ckptkit tells copies of a tensor from different tensors. "
-                    "They are missing if torch.serialization.set_crc32_options(False) was called before the save."
+                    "They are missing if torch.serialization.set_crc32_options(False) was called before the save, and "
+                    "in the format that torch wrote before version 1.6."
                 )
         return self.crc32 == other.crc32
 

@@ -12,7 +12,7 @@ import struct
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-from ckptkit.errors import CkptkitError, CorruptCheckpointError, UnsafePickleError
+from ckptkit.errors import CkptkitError, CorruptCheckpointError, LoadError, UnsafePickleError
 from ckptkit.formats.pickles.allowed import allowed_global, checked_key
 from ckptkit.formats.pickles.inert import (
     ChunkMetadata,
@@ -112,8 +112,10 @@ def guarded(file: str, run: Callable[[], Any]) -> Any:
             raise
         error.args = (f"{file}: {error}",)
         raise
-    except (ArithmeticError, AttributeError, EOFError, LookupError, MemoryError, RecursionError, TypeError,
-            ValueError, struct.error) as error:  # fmt: skip
+    except MemoryError:
+        raise LoadError(f"{file}: there is not enough memory to read it.") from None
+    except (ArithmeticError, AttributeError, EOFError, LookupError, RecursionError, TypeError, ValueError,
+            struct.error) as error:  # fmt: skip
         text = str(error)[:200] or type(error).__name__
         raise CorruptCheckpointError(f"{file}: its pickle is damaged or malicious: {text}.") from None
 

@@ -111,7 +111,9 @@ def parse_object(data: bytes | bytearray | memoryview, *, file: str, name: str =
         raise _refusal(label, found[1] if found else "") from None
     except CkptkitError:
         raise
-    except (MemoryError, zipfile.BadZipFile) as error:
+    except MemoryError:
+        raise LoadError(f"{label}: there is not enough memory to load it.") from None
+    except zipfile.BadZipFile as error:
         raise CorruptCheckpointError(f"{label} is damaged: {str(error)[:200]}") from error
     except Exception as error:  # torch may raise anything for bytes that torch.save did not write
         raise LoadError(f"{label}: torch can't load it: {' '.join(str(error).split())[:200]}") from error

@@ -22,7 +22,7 @@ from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.trainers import fsdp1_local
 from ckptkit.formats.trainers.merge import assembled, numbered, open_part, renamed, state_files, step_in
 from ckptkit.formats.trainers.optimizer_files import read_optimizer
-from ckptkit.formats.trainers.rank_files import join_model, missing_ranks, read_archives, read_ranks, recorded_ranks
+from ckptkit.formats.trainers.rank_files import join_model, missing_ranks, read_files, read_ranks, recorded_ranks
 from ckptkit.storage import Store
 
 # This does not match `pytorch_model.bin`, because many systems write a file of this name.
@@ -78,15 +78,19 @@ def _open_one(
     options: ReadOptions | None,
 ) -> list[Catalog]:
     """Return the catalogs of one model and its optimizer."""
-    directory = next((name for name in models if not name.endswith(".bin")), None)
-    state = next((name for name in optimizers if not name.endswith(".bin")), None)
+    for names in (models, optimizers):
+        saves = {_template(name): name for name in names}
+        if len(saves) > 1:
+            raise CorruptCheckpointError(
+                f"{' and '.join(list(saves.values())[:2])} are files of two saves. Remove the files of one save."
+            )
     parts = []
-    if state is not None:
-        parts.append(renamed(open_part(catalog.open_catalog, store, state, options), "optimizer"))
-    if directory is not None:
-        return [open_part(catalog.open_catalog, store, directory, options), *parts]
-    names, values = _read(store, models)
-    what = _template(names)
+    if optimizers and not optimizers[0].endswith(".bin"):
+        parts.append(renamed(open_part(catalog.open_catalog, store, optimizers[0], options), "optimizer"))
+    if not models[0].endswith(".bin"):
+        return [open_part(catalog.open_catalog, store, models[0], options), *parts]
+    names, values = _read(store, models, options)
+    what = _template(names[0])
     if fsdp1_local.is_flat(values):
         return [fsdp1_local.read(store, names, values, sizes, parts[0] if parts else None, options), *parts]
     model = join_model(values, what=what)
@@ -99,30 +103,25 @@ def _open_one(
     )
     found = [Catalog(model.tensors, {}, info), *parts]
     if not parts and optimizers:
-        names, values = _read(store, optimizers)
-        optimizer = read_optimizer(values, model.params, what=_template(names))
+        names, values = _read(store, optimizers, options)
+        optimizer = read_optimizer(values, model.params, what=_template(names[0]))
         files = {name: sizes.get(name, -1) for name in names}
         info = CatalogInfo("accelerate", files=files, notes=tuple(optimizer.notes))
         found.append(Catalog(optimizer.tensors, optimizer.objects, info))
     return found
 
 
-def _read(store: Store, files: Sequence[str]) -> tuple[list[str], list[Any]]:
+def _read(store: Store, files: Sequence[str], options: ReadOptions | None) -> tuple[list[str], list[Any]]:
     """Return the names and the values of the files: one file per rank, in rank order, or a single full file."""
     ranks = {int(match[1]): name for name in files if (match := re.search(r"_rank(\d+)\.bin$", name))}
-    full = [name for name in files if "_rank" not in name]
-    if ranks and full:
-        raise CorruptCheckpointError(
-            f"{full[0]} and {ranks[min(ranks)]} are files of two saves. Remove the files of one save."
-        )
-    if full:
-        return full[:1], read_archives(store, full[:1])
-    names = [ranks[rank] for rank in sorted(ranks)]
-    values = read_ranks(store, ranks, _template(names))
+    if not ranks:
+        return list(files), read_files(store, files, options)
+    pattern = _template(files[0])
+    values = read_ranks(store, ranks, pattern, options=options)
     if isinstance(values[0], dict):
-        missing_ranks(ranks, max(len(ranks), recorded_ranks(values[0].values())), _template(names))
-    return names, values
+        missing_ranks(ranks, max(len(ranks), recorded_ranks(values[0].values())), pattern)
+    return [ranks[rank] for rank in sorted(ranks)], values
 
 
-def _template(names: Sequence[str]) -> str:
-    return re.sub(r"_rank\d+\.bin$", "_rank{rank}.bin", names[0])
+def _template(name: str) -> str:
+    return re.sub(r"_rank\d+\.bin$", "_rank{rank}.bin", name)

@@ -15,7 +15,7 @@ from ckptkit.catalog.entry import Catalog, CatalogInfo, ObjectEntry, Role, Tenso
 from ckptkit.errors import UNREADABLE
 from ckptkit.formats.dcp import catalog as dcp
 from ckptkit.formats.options import ReadOptions
-from ckptkit.formats.pickles.zip import read_archive
+from ckptkit.formats.pickles.objects import read_pickled
 from ckptkit.formats.trainers.merge import merged, open_part
 from ckptkit.storage import Store
 
@@ -123,7 +123,7 @@ def with_trained_weights(catalog: Catalog) -> Catalog:
 def _meta(store: Store) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Return the contents of meta.pt, and notes. Instances of user classes are replaced by records."""
     try:
-        value = read_archive(store, META, unknown="record")
+        value = read_pickled(store, META, file=META, unknown="record")
     except (*UNREADABLE, FileNotFoundError) as error:
         return {}, (f"{META} was not read: {error}",)
     return (value if isinstance(value, dict) else {}), ()

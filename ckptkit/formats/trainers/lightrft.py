@@ -57,18 +57,18 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
     if f"{OPTIMIZER_DIRECTORY}/{catalog.METADATA}" in below:
         parts.append(renamed(open_part(catalog.open_catalog, store, OPTIMIZER_DIRECTORY, options), "optimizer"))
     elif below:
-        parts.append(_rank_files(store, below, model))
+        parts.append(_rank_files(store, below, model, options))
     return assembled(store, parts, CatalogInfo("lightrft", producer="lightrft"), _OBJECTS)
 
 
 # --- an optimizer with one file per rank
 
 
-def _rank_files(store: Store, below: Mapping[str, int], model: Catalog) -> Catalog:
+def _rank_files(store: Store, below: Mapping[str, int], model: Catalog, options: ReadOptions | None) -> Catalog:
     ranks = {int(m[1]): path for path in below if (m := _RANK_FILE.fullmatch(path.rpartition("/")[2]))}
     if not ranks:
         raise CorruptCheckpointError(f"{OPTIMIZER_DIRECTORY}/ has neither .metadata nor _rank<R> files.")
-    values = read_ranks(store, ranks, _PATTERN)
+    values = read_ranks(store, ranks, _PATTERN, options=options)
     for rank, value in enumerate(values):
         keys = ("base_optim_states", "flat_fp32_weights")
         if not isinstance(value, dict) or not all(isinstance(value.get(key), dict) for key in keys):

@@ -74,8 +74,15 @@ def assembled(store: Store, parts: Sequence[Catalog], info: CatalogInfo, objects
 
 
 def state_files(names: Iterable[str]) -> dict[str, str]:
-    """Return the Trainer's or accelerate's files of schedulers, random states and similar objects, by object name."""
-    return {name.rpartition(".")[0]: name for name in names if STATE_FILE.fullmatch(name)}
+    """Return the Trainer's or accelerate's files of schedulers, random states and similar objects, by object name.
+
+    If two names differ only in the ending, as `scheduler.bin` and `scheduler.pt`, the second keeps its ending.
+    """
+    found: dict[str, str] = {}
+    for name in sorted(filter(STATE_FILE.fullmatch, names)):
+        stem = name.rpartition(".")[0]
+        found[name if stem in found else stem] = name
+    return found
 
 
 def step_in(store: Store, file: str, key: str = "global_step") -> int | None:
@@ -96,7 +103,9 @@ def merged(parts: Sequence[Catalog], info: CatalogInfo) -> Catalog:
     for part in parts:
         twice = sorted((part.tensors.keys() & tensors.keys()) | (part.objects.keys() & objects.keys()))
         if twice:
-            raise CorruptCheckpointError(f"{twice[0]!r} exists in two parts of the checkpoint.")
+            first = next(one for one in parts if twice[0] in one.tensors or twice[0] in one.objects)
+            names = " and ".join(next(iter(one.info.files), "") or one.info.format for one in (first, part))
+            raise CorruptCheckpointError(f"{twice[0]!r} is in two parts of the checkpoint: {names}. Keep one of them.")
         tensors.update(part.tensors)
         objects.update(part.objects)
     infos = [part.info for part in parts]

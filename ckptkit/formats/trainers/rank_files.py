@@ -7,15 +7,16 @@ out of the ranks' pieces of a flat vector, in which several parameters are conca
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias, TypeVar
 
 from ckptkit.catalog.box import flat_range_boxes, row_major_strides
 from ckptkit.catalog.entry import MeshInfo, Role, SliceArray, TensorEntry, TensorSlice
 from ckptkit.errors import CorruptCheckpointError, IncompleteCheckpointError, UnsupportedFormatError
+from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.pickles.tensors import DTensorRecord, ShardedTensorRecord, StoredTensor, is_tensor
-from ckptkit.formats.pickles.zip import read_archive
+from ckptkit.formats.torch_save import read_torch_file
 from ckptkit.formats.trainers.param_order import Param
 from ckptkit.formats.trainers.shards import local_parts, mesh_coordinate, slices_of
 from ckptkit.keymaps.wrappers import strip_infixes
@@ -63,16 +64,22 @@ class Joined:
         return entry
 
 
-def read_archives(store: Store, paths: Iterable[str], read: Callable[[Store, str], Any] = read_archive) -> list[Any]:
+def read_files(store: Store, paths: Iterable[str], options: ReadOptions | None = None) -> list[Any]:
     """Return the values in the torch.save files `paths`, in order. Reads no tensor bytes."""
     paths = list(paths)
     if len(paths) < 3 or not store.asking_costs:  # parsing holds the GIL, so threads help only while requests wait
-        return [read(store, path) for path in paths]
+        return [read_torch_file(store, path, options) for path in paths]
     with WorkerPool(min(_THREADS, len(paths)), thread_name_prefix="ckptkit-rank") as pool:
-        return list(pool.map(lambda path: read(store, path), paths))
+        return list(pool.map(lambda path: read_torch_file(store, path, options), paths))
 
 
-def read_ranks(store: Store, ranks: Mapping[int, str], pattern: str, world_size: int | None = None) -> list[Any]:
+def read_ranks(
+    store: Store,
+    ranks: Mapping[int, str],
+    pattern: str,
+    world_size: int | None = None,
+    options: ReadOptions | None = None,
+) -> list[Any]:
     """Return the values in the files of all ranks, in rank order, after checking that each rank has a file.
 
     Args:
@@ -81,7 +88,7 @@ def read_ranks(store: Store, ranks: Mapping[int, str], pattern: str, world_size:
         world_size: By default, the highest rank, plus one.
     """
     missing_ranks(ranks, max(ranks) + 1 if world_size is None else world_size, pattern)
-    return read_archives(store, [ranks[rank] for rank in sorted(ranks)])
+    return read_files(store, [ranks[rank] for rank in sorted(ranks)], options)
 
 
 def recorded_ranks(tensors: Iterable[Any]) -> int:

@@ -15,7 +15,7 @@ from ckptkit.formats.hf.side_files import file_names, find_side_files, read_json
 from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.trainers.optimizer_files import OptimizerState, is_state_dicts, read_flat_optimizer, read_optimizer
 from ckptkit.formats.trainers.param_order import Param
-from ckptkit.formats.trainers.rank_files import join_model, one_replica, read_archives, read_ranks
+from ckptkit.formats.trainers.rank_files import join_model, one_replica, read_files, read_ranks
 from ckptkit.storage import Store
 
 _MODEL_FILE = re.compile(r"model_world_size_(\d+)_rank_(\d+)\.pt")
@@ -37,9 +37,9 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
     world_size = _world_size(store, files)
     pattern = _MODEL.format(size=world_size)
     ranks = {int(match[2]): match[0] for match in map(_MODEL_FILE.fullmatch, files) if match}
-    state_dicts = read_ranks(store, ranks, pattern, world_size)
+    state_dicts = read_ranks(store, ranks, pattern, world_size, options)
     model = join_model(state_dicts, what=pattern)
-    optimizer = _optimizer(store, files, world_size, model.params, one_replica(state_dicts))
+    optimizer = _optimizer(store, files, world_size, model.params, one_replica(state_dicts), options)
     lora = next((meta for path in _ADAPTERS if isinstance(meta := read_json(store, path), dict)), None)
     step = re.search(r"global_step_(\d+)(?:/[^/]*)?/?$", store.url)
     info = CatalogInfo(
@@ -77,7 +77,12 @@ def _world_size(store: Store, files: Sequence[str]) -> int:
 
 
 def _optimizer(
-    store: Store, files: Sequence[str], world_size: int, params: Sequence[Param], replica: Sequence[int]
+    store: Store,
+    files: Sequence[str],
+    world_size: int,
+    params: Sequence[Param],
+    replica: Sequence[int],
+    options: ReadOptions | None,
 ) -> OptimizerState:
     pattern = _OPTIM.format(size=world_size)
     names = [pattern.format(rank=rank) for rank in range(world_size)]
@@ -89,7 +94,7 @@ def _optimizer(
         are = "is" if len(gone) == 1 else "are"
         note = f"{len(there)} optimizer files were skipped, because {', '.join(gone[:4])} {are} missing."
         return OptimizerState(notes=[note])
-    values = read_archives(store, names)
+    values = read_files(store, names, options)
     found = read_optimizer(values, params, what=pattern)
     if found.tensors or found.objects:
         return found

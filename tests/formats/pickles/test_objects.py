@@ -115,6 +115,9 @@ def test_loading_objects_runs_no_code_by_default(tmp_path):
 def test_a_plain_pickle_is_read_too(tmp_path):
     (tmp_path / "s.pkl").write_bytes(pickle.dumps({"a": (1, 2)}))
     assert read_object(LocalStore(tmp_path), ObjectEntry("s", "s.pkl")) == {"a": (1, 2)}
+    (tmp_path / "s.pkl").write_bytes(pickle.dumps({"a": (1, 2)}, 0))
+    with pytest.raises(CorruptCheckpointError, match="pickle of protocol 2 or newer"):
+        read_object(LocalStore(tmp_path), ObjectEntry("s", "s.pkl"))
 
 
 def test_inert_records_do_not_share_fields(tmp_path):

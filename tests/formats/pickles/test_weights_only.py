@@ -9,13 +9,14 @@ import zipfile
 from collections import deque
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 
 import ckptkit
-from ckptkit.errors import CkptkitError, CorruptCheckpointError, SaveError, UnsafePickleError
+from ckptkit.errors import CkptkitError, CorruptCheckpointError, LoadError, SaveError, UnsafePickleError
 from ckptkit.formats.pickles.weights_only import dump_object, parse_object
 from tests.formats import interop_cases as interop
 from tests.formats.damages import rezipped
@@ -28,6 +29,12 @@ from tests.hostile.sources import Evil, saved
 def test_values_that_torch_saved_are_read(value, modern):
     found = parse_object(saved(value, _use_new_zipfile_serialization=modern), file="f")
     assert str(found) == str(value)
+
+
+def test_a_lack_of_memory_is_not_called_damage(monkeypatch):
+    monkeypatch.setattr(torch, "load", Mock(side_effect=MemoryError))
+    with pytest.raises(LoadError, match="not enough memory"):
+        parse_object(saved({"a": 1}), file="f")
 
 
 def test_a_compressed_archive_is_refused_before_decompression():
