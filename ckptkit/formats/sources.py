@@ -165,10 +165,6 @@ class SourceReader:
     def is_local(self) -> bool:
         return self._local is not None
 
-    def has_file(self, origin: int) -> bool:
-        """Return whether the origin with this number is a local file, where small reads are cheap."""
-        return self.is_local and self._origins[origin].codec is None
-
     def read(self, origin: int, start: int, view: memoryview) -> None:
         """Fill `view` with the bytes of origin number `origin`, from byte `start` on.
 

@@ -33,7 +33,6 @@ from ckptkit.formats.options import ReadOptions
 from ckptkit.offline.conversion import ConvertReport, How
 from ckptkit.offline.convert import Format, Output, Weights, choose, key_map_of, write
 from ckptkit.offline.copying.copier import Progress
-from ckptkit.offline.copying.gather import PIECE
 from ckptkit.offline.copying.plan import ComputedTensor, OutputTensor
 from ckptkit.offline.export.hf import HFExport
 from ckptkit.offline.export.weights import ExportOptions
@@ -51,6 +50,7 @@ if TYPE_CHECKING:
 Bytes = npt.NDArray[np.uint8]
 Sums: TypeAlias = Literal["fp32", "fp64"]
 _NAMED = 5
+_PIECE = 1 << 18  # elements; larger pieces leave the cache, and smaller ones wait for the GIL more often
 
 
 @reads_checkpoints
@@ -400,13 +400,12 @@ def _sum(terms: Sequence[OutputTensor], factors: Sequence[float], dtype: str, su
         def cut(start: int, stop: int) -> ComputedTensor:
             return _sum([term.rows(start, stop) for term in terms], factors, dtype, sum_dtype)
 
-    scratch = 3 * min(first.numel, PIECE) * dtype_of(sum_dtype).itemsize
+    scratch = 3 * min(first.numel, _PIECE) * dtype_of(sum_dtype).itemsize
     dtypes = tuple(term.dtype for term in terms)
     compute = partial(_summed, dtypes=dtypes, factors=tuple(factors), sums=sum_dtype, target=dtype)
     by_element = all(term.by_element for term in computed)
     return ComputedTensor(
         terms[-1].name, dtype, first.shape, tuple(terms), compute, f"{label} in {sum_dtype}", scratch, cut, by_element,
-        in_pieces=not computed,
     )  # fmt: skip
 
 
@@ -422,12 +421,12 @@ def _summed(
     sizes = [dtype_of(dtype).itemsize for dtype in dtypes]
     size, numel = dtype_of(target).itemsize, len(data[0]) // sizes[0]
     is_mean = len(set(factors)) == 1
-    sum_of_block, product_of_block = (np.empty(min(numel, PIECE), kind) for _ in range(2))
+    sum_of_block, product_of_block = (np.empty(min(numel, _PIECE), kind) for _ in range(2))
     in_pairs = kind is np.float32 and all(dtype == "bfloat16" for dtype in (target, *dtypes))
     infinite = 0
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-        for start in range(0, numel, PIECE):
-            n = min(PIECE, numel - start)
+        for start in range(0, numel, _PIECE):
+            n = min(_PIECE, numel - start)
             apart = in_pairs and n % 2 == 0
             total, product = sum_of_block[:n], product_of_block[:n]
 

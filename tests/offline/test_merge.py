@@ -24,8 +24,8 @@ from ckptkit.errors import (
     UsageError,
 )
 from ckptkit.offline import conversion
-from ckptkit.offline.copying.gather import PIECE, Gatherer
-from ckptkit.offline.merge import _sum, merge, weights_of
+from ckptkit.offline.copying.gather import Gatherer
+from ckptkit.offline.merge import _PIECE, _sum, merge, weights_of
 from tests.cli.commands import ran
 from tests.offline.export.test_dequantize import QUANTIZED, export
 from tests.offline.exports import assert_same, converted, read_model, write_model
@@ -89,7 +89,7 @@ def test_sums_are_rounded_and_cast_once(sources, tmp_path):
 
 
 _LARGE = {  # everything after the first is at an odd element; a long row is one tile of three blocks
-    "before": (1,), "one-less": (2 * PIECE - 1,), "one-more": (2 * PIECE + 1,), "long-row": (1, 2 * PIECE + 1),
+    "before": (1,), "one-less": (2 * _PIECE - 1,), "one-more": (2 * _PIECE + 1,), "long-row": (1, 2 * _PIECE + 1),
     "odd-rows": (5, 300_001),
 }  # fmt: skip
 

@@ -14,12 +14,10 @@ import numpy.typing as npt
 
 from ckptkit.catalog.box import Box, row_major_strides
 from ckptkit.catalog.casts import cast_into
-from ckptkit.catalog.columns import is_dense
 from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.catalog.targets import Target
-from ckptkit.catalog.tiles import pieces
 from ckptkit.errors import UsageError
-from ckptkit.formats.sources import UNITS, EntryMap, Range, SourceReader, strided
+from ckptkit.formats.sources import UNITS, EntryMap, SourceReader, strided
 from ckptkit.offline.copying.plan import ComputedTensor, OutputTensor
 from ckptkit.units import format_size
 
@@ -29,7 +27,6 @@ Array = npt.NDArray[Any]
 _BLOCK = 128  # rows; `rows_at_once` rounds down to a multiple of this
 _TILE = 4 << 20
 _READ = 64 << 10  # minimum bytes to read from each slice if a tile needs part of every slice
-PIECE = 1 << 18  # elements; larger pieces leave the cache, and with smaller ones threads wait for the GIL more often
 _MOST = 16 << 20  # bytes; larger temporaries leave the cache, and malloc keeps several times their size
 
 
@@ -137,66 +134,15 @@ class Gatherer:
             )
         alone = not tensor.by_element or _taken(tensor) > self.big  # several at once could exceed the memory limit
         with self._computing if alone else contextlib.nullcontext():
-            make = self._in_pieces if tensor.in_pieces else self._values
             if box.numel == tensor.numel:
-                return make(tensor, out)
+                return self._values(tensor, out)
             made = np.empty(_nbytes(tensor), np.uint8)
-            infinite = make(tensor, made)
+            infinite = self._values(tensor, made)
         unit = UNITS[dtype_of(tensor.dtype).itemsize]
         offsets = (box.offsets[0] - first, *box.offsets[1:])
         part = tuple(slice(o, o + n) for o, n in zip(offsets, box.sizes, strict=True))
         out.view(unit).reshape(box.sizes)[...] = made.view(unit).reshape(tensor.shape)[part]
         return infinite
-
-    def _in_pieces(self, tensor: ComputedTensor, out: Bytes) -> int:
-        """Compute a tensor into `out` in pieces that fit into the CPU cache.
-
-        Return how many elements became infinite in a cast.
-        """
-        itemsizes = [dtype_of(target.dtype).itemsize for target in tensor.inputs]
-        size, numel = dtype_of(tensor.dtype).itemsize, tensor.numel
-        infinite = 0
-        sources: list[Range | Bytes] = []  # where to read pieces from, or a whole input that had to be assembled
-        for target in tensor.inputs:
-            run = self._run_of(target)
-            if run is not None:
-                sources.append(run)
-                continue
-            whole = np.empty(_nbytes(target), np.uint8)
-            infinite += self.make_box(target, Box.whole(target.shape), whole)
-            sources.append(whole)
-        buffers = [np.empty(min(numel, PIECE) * itemsize, np.uint8) for itemsize in itemsizes]
-        for start in range(0, numel, PIECE):
-            stop = min(start + PIECE, numel)
-            data: list[Bytes] = []
-            ranges: list[Range] = []
-            for source, buffer, itemsize in zip(sources, buffers, itemsizes, strict=True):
-                if isinstance(source, Range):
-                    piece = buffer[: (stop - start) * itemsize]
-                    ranges.append(Range(source.origin, source.start + start * itemsize, piece.data, source.record))
-                else:
-                    piece = source[start * itemsize : stop * itemsize]
-                data.append(piece)
-            self.reader.read_many(ranges)
-            infinite += tensor.compute(data, out[start * size : stop * size])
-        return infinite
-
-    def _run_of(self, target: OutputTensor) -> Range | None:
-        """Return the range of a local file that contains exactly an output tensor's bytes, or None if there is none."""
-        part = target.only_part if isinstance(target, Target) else None
-        if part is None:
-            return None
-        where = self.maps[part.source]
-        offsets, sizes = (
-            np.array([row], np.int64).reshape(1, -1) for row in (part.source_box.offsets, part.source_box.sizes)
-        )
-        found = pieces(where.entry.slices, offsets, sizes, dtype_of(where.entry.dtype).itemsize)
-        if where.entry.dtype != target.dtype or len(found) != 1:
-            return None
-        row = int(found.rows[0])
-        if not self.reader.has_file(int(where.origins[row])) or not is_dense(found.sizes, found.strides)[0]:
-            return None
-        return Range(int(where.origins[row]), int(found.starts[0]), memoryview(b""), int(where.records[row]))
 
     def _values(self, tensor: ComputedTensor, out: Bytes) -> int:
         """Compute a whole tensor from its inputs. `compute` may overwrite the inputs."""

@@ -48,8 +48,6 @@ class ComputedTensor:
             separately.
         by_element: Whether each element depends only on the inputs' elements at the same position. If so, computing few
             rows at a time is as fast as computing many rows.
-        in_pieces: Whether `compute` also works for a range of consecutive elements. It then takes the same range of
-            each input.
     """
 
     name: str
@@ -61,7 +59,6 @@ class ComputedTensor:
     scratch: int = 0
     cut: Callable[[int, int], ComputedTensor] | None = None
     by_element: bool = False
-    in_pieces: bool = False
 
     @property
     def numel(self) -> int:
