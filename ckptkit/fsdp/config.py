@@ -389,7 +389,8 @@ def _choice(table: Mapping[str, Any]) -> _Check:
         # torch's names: _HYBRID_SHARD_ZERO2, torch.bfloat16
         text = str(getattr(value, "name", value)).strip().upper().lstrip("_").removeprefix("TORCH.")
         if text not in values:
-            raise wrong(name, value, f"one of {', '.join(table)}")
+            shown = value if value is None or isinstance(value, (bool, int)) else str(value)
+            raise wrong(name, shown, f"one of {', '.join(table)}")
         return values[text]
 
     return check

@@ -31,7 +31,7 @@ class ParallelPlan:
 
     @classmethod
     def resolve(
-        cls, world_size: int, *, replicate: Size = 1, shard: Size = "auto", tp: int = 1, cp: int = 1
+        cls, world_size: int, *, replicate: Size = 1, shard: Size = "auto", tp: Size = 1, cp: Size = 1
     ) -> ParallelPlan:
         """Return the plan, with an "auto" size computed from `world_size` and the other sizes.
 

@@ -80,12 +80,11 @@ class AcceleratorCheckpoints:
         extra |= {f"sampler_{i}": PerRank(item) for i, item in enumerate(stateful)}
         extra |= {f"loader_{i}": PerRank(_Epoch(item)) for i, item in enumerate(plain)}
         extra["accelerator"] = _Position(mine)
-        scaler = mine.scaler
         return TrainState(
             model=_one_or_named([mine.unwrap_model(model) for model in mine._models]),
             optimizer=_one_or_named(optimizers),
             scheduler=_one_or_named(schedulers),
-            grad_scaler=scaler if scaler is not None else None,
+            grad_scaler=mine.scaler,
             extra=extra,
         )
 

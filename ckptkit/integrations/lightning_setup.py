@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
 
 from ckptkit.errors import UsageError
-from ckptkit.fsdp.config import FSDPConfig, ShardingStrategy, WrapPolicy
+from ckptkit.fsdp.config import FSDPConfig, ShardingStrategy, Size, WrapPolicy
+from ckptkit.fsdp.mesh import ParallelPlan
 from ckptkit.fsdp.units import Policy
 from ckptkit.fsdp.wrap import shard
-
-Size = int | Literal["auto"]
-_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
 def group_sizes(
@@ -32,15 +30,8 @@ def group_sizes(
     """
     if dp == "auto" and tp == "auto":
         tp = world_size // (nodes * cp) if has_plan else 1
-    known = cp * (1 if dp == "auto" else dp) * (1 if tp == "auto" else tp)
-    left = world_size // known if known > 0 and world_size % known == 0 else 0
-    sizes = (left if dp == "auto" else dp, left if tp == "auto" else tp)
-    if sizes[0] * sizes[1] * cp != world_size or min(sizes) < 1:
-        raise UsageError(
-            f"data_parallel_size={dp} x context_parallel_size={cp} x tensor_parallel_size={tp} is not the number "
-            f"of ranks of this run, {world_size}."
-        )
-    return sizes
+    plan = ParallelPlan.resolve(world_size, shard=dp, tp=tp, cp=cp)
+    return plan.shard, plan.tp
 
 
 def fsdp_config(
@@ -72,25 +63,15 @@ def fsdp_config(
         values |= {"replicate": mesh[0], "shard": mesh[1]}
     if mp_policy is not None:
         values |= {
-            "mixed_precision": _low(mp_policy.param_dtype),
-            "reduce_dtype": _name(mp_policy.reduce_dtype),
-            "output_dtype": _name(getattr(mp_policy, "output_dtype", None)),
+            "mixed_precision": None if mp_policy.param_dtype == torch.float32 else mp_policy.param_dtype,
+            "reduce_dtype": mp_policy.reduce_dtype,
+            "output_dtype": getattr(mp_policy, "output_dtype", None),
         }
     elif precision.endswith("-mixed"):
         values["mixed_precision"] = "bf16" if precision.startswith("bf16") else "fp16"
     if offload:
         values["offload"] = "params"
     return FSDPConfig(**values, state_dict_type=state_dict_type)
-
-
-def _low(dtype: torch.dtype | None) -> str | None:
-    return None if dtype in (None, torch.float32) else _name(dtype)
-
-
-def _name(dtype: torch.dtype | None) -> str | None:
-    if dtype is not None and dtype not in _DTYPES:
-        raise UsageError(f"mp_policy has {dtype}; it supports bfloat16, float16 and float32.")
-    return None if dtype is None else _DTYPES[dtype]
 
 
 def wrap_policy(value: Any) -> Policy | None:
@@ -105,21 +86,17 @@ def wrap_policy(value: Any) -> Policy | None:
     if not callable(value):
         raise UsageError(f"auto_wrap_policy is {value!r}: give a set of module classes, or FSDP1's callable.")
 
-    def policy(model: nn.Module) -> list[str]:
-        return [name for name, module in model.named_modules() if name and _accepted(value, module)]
+    def accepted(module: nn.Module) -> bool:
+        numel = sum(parameter.numel() for parameter in module.parameters())
+        return bool(value(module=module, recurse=False, nonwrapped_numel=numel))
 
-    return policy
+    return lambda model: [name for name, module in model.named_modules() if name and accepted(module)]
 
 
 def modules_of(model: nn.Module, value: Any) -> list[nn.Module]:
     """Return the modules that `value` selects. `value` is a set of classes, or a callable as for FSDP1."""
     policy = wrap_policy(value)
     return [] if policy is None else [model.get_submodule(name) for name in policy(model)]
-
-
-def _accepted(rule: Callable[..., Any], module: nn.Module) -> bool:
-    numel = sum(parameter.numel() for parameter in module.parameters())
-    return bool(rule(module=module, recurse=False, nonwrapped_numel=numel))
 
 
 def roots(module: nn.Module) -> list[nn.Module]:

@@ -174,29 +174,19 @@ class LightningCheckpoints:
     ) -> None:
         """Save a dictionary that a Trainer has collected within the context `collecting_live`."""
         with FitPosition.of(trainer).recorded(checkpoint):
-            self._save_trainer(filepath, checkpoint, trainer, retention, owner)
+            names = checkpoint.pop("state_dict", {})
+            optimizers = trainer.optimizers if checkpoint.pop("optimizer_states", None) is not None else []
+            checkpoint["ckptkit_keys"] = list(names)
+            checkpoint["ckptkit_optimizers"] = len(optimizers)
+            checkpoint["ckptkit_world_size"] = trainer.world_size
 
-    def _save_trainer(
-        self,
-        filepath: str,
-        checkpoint: dict[str, Any],
-        trainer: Any,
-        retention: RetentionPolicy | None,
-        owner: str | None,
-    ) -> None:
-        names = checkpoint.pop("state_dict", {})
-        optimizers = trainer.optimizers if checkpoint.pop("optimizer_states", None) is not None else []
-        checkpoint["ckptkit_keys"] = list(names)
-        checkpoint["ckptkit_optimizers"] = len(optimizers)
-        checkpoint["ckptkit_world_size"] = trainer.world_size
+            def collect() -> tuple[TrainState, dict[str, float]]:
+                state = state_of(StateView.of(trainer.lightning_module, names), optimizers)
+                values = {k: v for k, v in trainer.callback_metrics.items() if getattr(v, "numel", lambda: 1)() == 1}
+                return state, {key: float(value) for key, value in values.items()}
 
-        def collect() -> tuple[TrainState, dict[str, float]]:
-            state = state_of(StateView.of(trainer.lightning_module, names), optimizers)
-            values = {k: v for k, v in trainer.callback_metrics.items() if getattr(v, "numel", lambda: 1)() == 1}
-            return state, {key: float(value) for key, value in values.items()}
-
-        state, metrics = self.run_on_all(collect, "collecting the checkpoint")
-        self.save(filepath, checkpoint, state, metrics=metrics, retention=retention, owner=owner)
+            state, metrics = self.run_on_all(collect, "collecting the checkpoint")
+            self.save(filepath, checkpoint, state, metrics=metrics, retention=retention, owner=owner)
 
     @contextlib.contextmanager
     def _room(self, root: str, name: str) -> Iterator[None]:

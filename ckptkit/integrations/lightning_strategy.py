@@ -216,7 +216,8 @@ class FSDP2Strategy(ModelParallelStrategy):  # type: ignore[misc]  # Lightning's
         self.model = self.precision_plugin.convert_module(self.model)
         if not any(isinstance(m, FSDPModule) for m in self.model.modules()):
             self.parallelize()
-        self._fill_meta()
+        for root in arguments.roots(self.model):
+            fill_meta(root, "cpu" if self._offload else self.root_device)
         if not self._offload:
             self.model_to_device()
         self.barrier()
@@ -265,10 +266,6 @@ class FSDP2Strategy(ModelParallelStrategy):  # type: ignore[misc]  # Lightning's
             policy = arguments.wrap_policy(self._wrap)
             shard(root, self._config, mesh=self._mesh, policy=policy, tp_plan=plan)
 
-    def _fill_meta(self) -> None:
-        for root in arguments.roots(self.model):
-            fill_meta(root, "cpu" if self._offload else self.root_device)
-
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """This rank's share of the dataset, as arguments for DistributedSampler."""
@@ -310,7 +307,9 @@ class FSDP2Strategy(ModelParallelStrategy):  # type: ignore[misc]  # Lightning's
         if isinstance(pending, DeferredOptimizer):
             pending.apply(self._state(), strict=self.lightning_module.strict_loading)
         else:
-            self._scatter_optimizers(pending)
+            states = pending["optimizer_states"]
+            for index, optimizer in enumerate(self.optimizers):
+                scatter_optimizer(optimizer, self._state(), states[index] if index < len(states) else {})
         self._pending = None
 
     # --- states
@@ -386,12 +385,6 @@ class FSDP2Strategy(ModelParallelStrategy):  # type: ignore[misc]  # Lightning's
         self._pending = states if isinstance(states, DeferredOptimizer) else checkpoint
         if self._optimizer_restore == "immediate":
             self.restore_pending()
-
-    def _scatter_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
-        states = checkpoint["optimizer_states"]
-        for index, optimizer in enumerate(self.optimizers):
-            given = states[index] if index < len(states) else {}
-            scatter_optimizer(optimizer, self._state(), given)
 
     # --- checkpoints
 

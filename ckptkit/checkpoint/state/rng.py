@@ -76,9 +76,9 @@ def capture_rng() -> dict[str, Any]:
     return state
 
 
-def check_rng(state: Any, what: str = "rng") -> None:
+def check_rng(state: Any) -> None:
     """Raise unless `restore_rng` would accept every part of `state`. Changes no generator."""
-    _settings(state, what)
+    _settings(state)
 
 
 def restore_rng(state: Mapping[str, Any]) -> list[str]:
@@ -87,14 +87,14 @@ def restore_rng(state: Mapping[str, Any]) -> list[str]:
     Raises:
         CorruptCheckpointError: A saved state is invalid. No generator was changed.
     """
-    settings = _settings(state, "rng")
+    settings = _settings(state)
     for setting in settings.values():
         if setting is not None:
             setting()
     return [name for name, setting in settings.items() if setting is None]
 
 
-def _settings(state: Any, what: str) -> dict[str, Callable[[], None] | None]:
+def _settings(state: Any) -> dict[str, Callable[[], None] | None]:
     """Return functions that set the generators, by name; None for a generator that this process lacks.
 
     Each state is first tested on a temporary generator.
@@ -109,7 +109,7 @@ def _settings(state: Any, what: str) -> dict[str, Callable[[], None] | None]:
         except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RuntimeError) as error:
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
             raise CorruptCheckpointError(
-                f"{what}: the saved state of {name}'s generator is invalid ({reason})."
+                f"rng: the saved state of {name}'s generator is invalid ({reason})."
             ) from error
     return settings
 
