@@ -89,11 +89,7 @@ class DynamicGradScaler:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the scale and both counts, as plain numbers."""
-        return {
-            "_scale": self._scale,
-            "_growth_step": self._growth_step,
-            "_hysteresis_step": self._hysteresis_step,
-        }
+        return {key: getattr(self, key) for key in _KEYS}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state.

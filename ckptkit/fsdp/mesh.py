@@ -176,12 +176,7 @@ def make_mesh(plan: ParallelPlan, device_type: str) -> TrainingMesh:
     ParallelPlan.resolve(dist.get_world_size(), **dataclasses.asdict(plan))  # checks that the product fits
     dims = plan.dims
     root = init_device_mesh(device_type, tuple(dims.values()), mesh_dim_names=tuple(dims))
-    if plan.tp == 1:
-        data = root
-    elif plan.replicate > 1:
-        data = root["replicate", "shard"]
-    else:
-        data = root["shard"]
+    data = root[tuple(name for name in dims if name != "tp")]
     cp = None
     if plan.cp > 1:
         # This mesh must be separate (with the same rank order), because fully_shard needs shard x cp as one dimension.

@@ -89,8 +89,10 @@ def policy_of(config: FSDPConfig, model: nn.Module) -> Policy:
         return blocks
     if config.transformer_layer_cls:
         return by_class(*config.transformer_layer_cls)
-    own = _own_classes(model)
-    present = {type(module).__name__ for module in model.modules()}
+    modules = list(model.modules())
+    # In transformers models, `_no_split_modules` is a list, a set or None.
+    own = [name for module in modules for name in sorted(getattr(module, "_no_split_modules", None) or ())]
+    present = {type(module).__name__ for module in modules}
     classes = [name for name in dict.fromkeys([*own, *DEFAULT_CLASSES]) if name in present]
     if classes:
         return by_class(*classes)
@@ -220,14 +222,6 @@ def _head_names(model: nn.Module) -> list[str]:
         for name, module in model.named_modules()
         if any(module is head for head in heads) or name.rpartition(".")[2] == "lm_head"
     ]
-
-
-def _own_classes(model: nn.Module) -> list[str]:
-    own: list[str] = []
-    for module in model.modules():
-        # In transformers models this is a list, a set or None.
-        own += sorted(getattr(module, "_no_split_modules", None) or ())
-    return own
 
 
 def _resolve(name: str, model: nn.Module) -> type[nn.Module]:

@@ -432,7 +432,11 @@ def _set_aside(place: Path) -> Path:
 
 
 def _remove_aside(aside: Path) -> None:
-    if aside.is_dir() and not aside.is_symlink():
-        shutil.rmtree(aside)
-    else:
+    """Delete what was moved aside, unless another program has put a file into it in the meantime."""
+    if not aside.is_dir() or aside.is_symlink():
         aside.unlink()
+    elif why := _why_kept(aside):
+        kept = aside.rename(aside.with_name(aside.name.removeprefix(".")))
+        _log.warning("%s was kept: %s", kept, why)
+    else:
+        shutil.rmtree(aside)

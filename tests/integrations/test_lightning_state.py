@@ -35,7 +35,7 @@ def test_a_file_that_appears_during_a_removal_is_kept(tmp_path, late, monkeypatc
     monkeypatch.setattr(lightning_state, "_set_aside", theirs)
     lightning_state.remove_checkpoint(place)
     kept: list[Any] = [path for path in tmp_path.rglob("*") if path.name == "notes.txt"]
-    assert not place.exists() and len(kept) == late == ("contains notes.txt" in caplog.text)
+    assert not place.exists() and len(kept) == late == ("belong to no checkpoint: notes.txt" in caplog.text)
     if not late:
         assert list(tmp_path.iterdir()) == []
         return

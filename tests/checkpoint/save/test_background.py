@@ -275,16 +275,6 @@ def test_a_snapshot_holds_the_current_values_after_any_change_of_the_tensors():
     check()
 
 
-@pytest.mark.parametrize("which", [[7], [0], range(40), [-1], [-45]])
-def test_a_tensor_reshaped_in_place_is_copied_with_its_new_shape(which):
-    tensors, buffers = small_and_large(), StagingBuffers()
-    buffers.copy(tensors)
-    for row in which:
-        tensors[row].data = tensors[row].data.reshape(-1, 1)
-    for view, tensor in zip(buffers.copy(tensors), tensors, strict=True):
-        assert torch.equal(view, tensor)
-
-
 def test_a_save_follows_tensors_whose_memory_was_replaced(tmp_path, kind):
     model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(30)))
     extra = {"table": {str(i): torch.full((300,), float(i)) for i in range(4)}}

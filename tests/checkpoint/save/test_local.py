@@ -15,16 +15,11 @@ from safetensors import safe_open
 from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ckptkit import CheckpointManager, TrainState, verify
+from ckptkit import TrainState, verify
 from ckptkit.checkpoint.save.local import LocalTensors
 from ckptkit.checkpoint.state.train_state import capture
 from ckptkit.cli.main import cli
-from ckptkit.errors import (
-    CheckpointMismatchError,
-    CorruptCheckpointError,
-    IncompleteCheckpointError,
-    UnsupportedFormatError,
-)
+from ckptkit.errors import CheckpointMismatchError, CorruptCheckpointError, IncompleteCheckpointError
 from ckptkit.formats.own import local as local_shards
 from ckptkit.formats.own.reader import open_catalog
 from ckptkit.storage.local import LocalStore
@@ -125,15 +120,6 @@ def test_rank_files_that_were_swapped_are_refused(ranks, tmp_path):
     (root / "x").rename(root / "local_00000.safetensors")
     with pytest.raises(CorruptCheckpointError, match="another rank"):
         opened(tmp_path)
-
-
-def test_a_dtype_that_safetensors_lacks_is_refused_with_advice(tmp_path):
-    model = torch.nn.Module()
-    model.register_buffer("odd", torch.zeros(4, dtype=torch.complex128))
-    manager = CheckpointManager(tmp_path, state_dict_type="local")
-    with manager, pytest.raises(UnsupportedFormatError, match="Save it as SHARDED"):
-        manager.save(1, TrainState(model=model))
-    assert not list(tmp_path.glob("step_*"))
 
 
 def _save_sharded(url: Path) -> None:
