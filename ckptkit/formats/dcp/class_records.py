@@ -10,7 +10,6 @@ may name its inner tensors.
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -19,6 +18,7 @@ from typing import Any
 from ckptkit.catalog.box import Box, row_major_strides
 from ckptkit.catalog.entry import Catalog, ObjectEntry, Role, SliceArray, TensorEntry, TensorSlice
 from ckptkit.errors import CorruptCheckpointError, SaveError, UnsafePickleError, UnsupportedFormatError
+from ckptkit.formats.dcp.blocks import Blocks, blocks_of
 from ckptkit.formats.dcp.locate import LocatedSlices
 from ckptkit.formats.dcp.subclasses import (
     ENUMS,
@@ -27,8 +27,6 @@ from ckptkit.formats.dcp.subclasses import (
     SUBCLASSES,
     WEIGHTS,
     Recipe,
-    blocks_of,
-    cut_blocks,
     open_tensor,
 )
 from ckptkit.formats.pickles.inert import Record, TorchDType
@@ -159,7 +157,10 @@ def opened_entry(store: Store, entry: TensorEntry) -> tuple[dict[str, TensorEntr
     parts: dict[str, TensorEntry] = {}
     for name, rule in placed.items():
         tensors = [_inner(shard, name) for shard in shards]
-        inner[name], shape, slices = _placed(entry, name, rule, tensors, boxes)
+        try:
+            inner[name], shape, slices = _placed(entry, name, rule, tensors, boxes)
+        except SaveError as error:
+            raise UnsupportedFormatError(str(error)) from None
         parts[name] = _part(entry, name, tensors[0].dtype, shape, SliceArray.of(slices, len(shape)))
         parts[name].check_coverage()
     recipe = {
@@ -270,53 +271,12 @@ def _placed(
         if any(t.shape != first.shape or not t.same_storage(first) for t in tensors[1:]):
             raise UnsupportedFormatError(f"has shards whose tables {name} differ")
         return {"placed": rule}, first.shape, [first.slice()]
-    blocks = [_block(name, rule, tensor, box) for tensor, box in zip(tensors, boxes, strict=True)]
-    block = blocks[0]
-    if any(other != block for other in blocks):
-        raise UnsupportedFormatError(f"has shards whose {name} have a value for each block of {blocks} elements")
-    steps = block if rule == "like" else cut_blocks(block, entry.shape)
-    for box in boxes if len(boxes) > 1 else ():
-        for dim, (start, stop, size) in enumerate(zip(box.offsets, box.stops, entry.shape, strict=True)):
-            step = steps[dim]
-            if (start, stop) != (0, size) and (not step or start % step or stop % step or size % step):
-                raise UnsupportedFormatError(
-                    f"has the shape {list(entry.shape)} and a {name} with a value for each block of {block} elements, "
-                    f"but a shard holds [{start}, {stop}) of dimension {dim}: blocks must not be split between ranks"
-                )
-    placed = {"placed": rule, "block": block}
-    if rule == "like":
-        shape = _divided(entry.shape, steps)
-        places = [Box(_divided(box.offsets, steps), _divided(box.sizes, steps)) for box in boxes]
-    elif not steps or not steps[0] or entry.shape[0] % steps[0]:
-        shape = (entry.numel // block,)
-        places = [Box.whole(shape)]
-    else:
-        rows = steps[0]
-        shape = (entry.shape[0] // rows, rows * math.prod(entry.shape[1:]) // block)
-        places = []
-        for box in boxes:
-            begin = box.offsets[1] // block if len(steps) > 1 and steps[1] else 0
-            places.append(
-                Box((box.offsets[0] // rows, begin), (box.sizes[0] // rows, rows * box.numel // box.sizes[0] // block))
-            )
-    return placed, shape, [tensor.slice(place) for tensor, place in zip(tensors, places, strict=True)]
-
-
-def _block(name: str, rule: str, tensor: StoredTensor, box: Box) -> Any:
-    """Return how many elements of a shard share one value of the inner tensor (for example, one scale).
-
-    With the rule "like", the elements of a block share a value. Returns the size of the block in each dimension. With
-    the rule "flat", consecutive elements of the flattened shard share a value. Returns their number.
-    """
-    if rule == "like" and (blocks := blocks_of(box.sizes, tensor.shape)) is not None:
-        return blocks
-    if rule == "flat" and len(tensor.shape) == 1 and tensor.numel and box.numel % tensor.numel == 0:
-        return box.numel // tensor.numel
-    raise UnsupportedFormatError(f"has a shard of sizes {list(box.sizes)}, whose {name} is {list(tensor.shape)}")
-
-
-def _divided(numbers: Sequence[int], steps: Sequence[int]) -> tuple[int, ...]:
-    return tuple(number // step for number, step in zip(numbers, steps, strict=True))
+    blocks = [Blocks.of(name, rule, box.sizes, t.shape, entry.shape) for t, box in zip(tensors, boxes, strict=True)]
+    if any(other != blocks[0] for other in blocks):
+        sizes = [other.size for other in blocks]
+        raise SaveError(f"has shards whose {name} have a value for each block of {sizes} elements")
+    slices = [tensor.slice(blocks[0].inner_box(box)) for tensor, box in zip(tensors, boxes, strict=True)]
+    return {"placed": rule, "block": blocks[0].size}, blocks[0].inner_shape, slices
 
 
 def _part(entry: TensorEntry, name: str, dtype: str, shape: tuple[int, ...], slices: SliceArray) -> TensorEntry:

@@ -19,10 +19,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ckptkit.catalog.box import row_major_strides
+from ckptkit.catalog.box import Box, row_major_strides
 from ckptkit.catalog.entry import Catalog, Role, TensorEntry
 from ckptkit.errors import SaveError
-from ckptkit.formats.dcp.host_bytes import are_dense, local_part, placed_like, why_not_dense, without_subclass
+from ckptkit.formats.dcp.blocks import Blocks, blocks_of, cut_blocks
+from ckptkit.formats.dcp.host_bytes import (
+    are_dense,
+    dtype_name,
+    local_part,
+    placed_like,
+    why_not_dense,
+    without_subclass,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -238,8 +246,6 @@ def _is_made_of_parts(tensor: Any) -> bool:
 
 def _open(local: Any, whole: Any) -> Opened:
     """Return the inner tensors of `whole`. `local` is this rank's shard, or `whole` itself if it is not sharded."""
-    from torch.distributed.tensor import DTensor
-
     kind = _class_of(local)
     shape = tuple(local.shape)
     parts: dict[str, torch.Tensor] = {}
@@ -250,10 +256,7 @@ def _open(local: Any, whole: Any) -> Opened:
         if not _is_kept(tensor, again[name]):
             raise SaveError(f"is a {kind}, whose {name} is computed on each access: a load could not fill it")
         rule = _rule(kind, name, shape, tuple(tensor.shape))
-        if isinstance(whole, DTensor):
-            stored, spec = _sharded(whole, name, tensor, local, rule)
-        else:
-            stored, spec = _plain(name, tensor, local, rule)
+        stored, spec = _stored(whole, name, tensor, local, rule)
         deeper = open_tensor(stored)
         if deeper is not None:
             inner[name] = {**spec, "recipe": deeper.recipe}
@@ -268,7 +271,7 @@ def _open(local: Any, whole: Any) -> Opened:
         "class": kind,
         "shape": list(whole.shape),
         "stride": list(row_major_strides(tuple(whole.shape)) if kind == _FLASH else whole.stride()),
-        "dtype": _dtype_name(local._storage_dtype if kind == _FLASH else whole.dtype),
+        "dtype": dtype_name(local._storage_dtype if kind == _FLASH else whole.dtype),
         "context": _context(context, shape, kind),
         "inner": inner,
     }
@@ -411,151 +414,81 @@ def _rule(kind: str, name: str, shape: tuple[int, ...], inner: tuple[int, ...]) 
     return known.get(name) or ("whole" if blocks_of(shape, inner) is None else "like")
 
 
-def blocks_of(shape: Sequence[int], inner: Sequence[int]) -> list[int] | None:
-    """Return, for each dimension, how many elements of a tensor share one element of the inner tensor.
+def _stored(whole: Any, name: str, inner: Any, local: Any, rule: str) -> tuple[Any, Any]:
+    """Return the tensor to store and the recipe entry for an inner tensor of a tensor subclass.
 
-    Returns None if the numbers of dimensions differ, or if a size is not a multiple of the inner tensor's size.
-    """
-    if len(shape) != len(inner) or any(n != size and (not n or size % n) for size, n in zip(shape, inner, strict=True)):
-        return None
-    return [1 if n == size else size // n for size, n in zip(shape, inner, strict=True)]
-
-
-def _plain(name: str, inner: Any, local: Any, rule: str) -> tuple[Any, Any]:
-    """Return the tensor to store and the recipe entry for an inner tensor of an unsharded tensor."""
-    shape = tuple(local.shape)
-    if rule == "flat" and _class_of(local) == _FLASH and (local.numel() % _FLASH_RUN or not local.numel()):
-        return inner, {"placed": "whole"}
-    if rule == "flat":
-        run, rows = _run(name, inner, local)
-        cut = rows and shape[0] % rows == 0
-        return (inner.view(shape[0] // rows, -1) if cut else inner), {"placed": rule, "block": run}
-    if rule == "whole":
-        return inner, {"placed": rule}
-    block = blocks_of(shape, tuple(inner.shape))
-    if block is None:
-        raise SaveError(f"has the shape {list(shape)} on this rank, not a multiple of its {name} {list(inner.shape)}")
-    return inner, {"placed": rule, "block": block}
-
-
-def _run(name: str, inner: Any, local: Any) -> tuple[int, int]:
-    """Return the number of elements in a run, and the smallest number of rows that can be divided into whole runs.
-
-    A run is a sequence of elements of the flattened tensor that share one element of the inner tensor, such as a scale.
-    The number of rows is 0 if the tensor has no dimensions.
-    """
-    numel = local.numel()
-    if inner.dim() != 1 or not inner.numel() or numel % inner.numel():
-        raise SaveError(f"has {numel} elements on this rank, not a multiple of its {name} {list(inner.shape)}")
-    block = numel // inner.numel()
-    return block, _rows(block, tuple(local.shape))
-
-
-def _rows(block: int, shape: Sequence[int]) -> int:
-    return block // math.gcd(block, math.prod(shape[1:])) if shape else 0
-
-
-def _sharded(whole: Any, name: str, inner: Any, local: Any, rule: str) -> tuple[Any, Any]:
-    """Return the tensor to store and the recipe entry for an inner tensor of a sharded tensor subclass.
-
-    Unless the rule is "whole" (all ranks have the same inner tensor), the inner tensor becomes a DTensor with the
-    placements of the sharded tensor. Some classes allow a run of elements that share a value to be split between ranks.
-    Each rank then stores its own values, and the rule is "own".
+    If the subclass is sharded, the inner tensor becomes a DTensor with the same placements, unless the rule is "whole":
+    then all ranks have the same inner tensor. Some classes allow a run of elements that share a value to be split
+    between ranks. Each rank then stores its own values, and the rule is "own".
 
     Raises:
         SaveError: Elements that share a value of the inner tensor, such as a scale, are on different ranks.
     """
     import torch
-    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor import DTensor, Replicate
 
     from ckptkit.formats.dcp.plan import local_box, placement_record
 
-    kind, mesh, placements = type(local).__qualname__, whole.device_mesh, tuple(whole.placements)
-    sizes, offsets = local_box(whole.shape, mesh, placements)
-    is_flash = _class_of(local) == _FLASH
-    if sizes != tuple(local.shape) or not (local.numel() or is_flash):
-        wanted = f"expected {list(sizes)}" if local.numel() else "which is empty: use fewer ranks"
-        raise SaveError(f"is sharded, and its local part is a {kind} of shape {list(local.shape)}, {wanted}")
-    if rule == "flat" and is_flash and not _consists_of_runs(whole, _FLASH_RUN):
-        if all(size == 1 or placement.is_replicate() for size, placement in zip(mesh.shape, placements, strict=True)):
+    is_flash, box = _class_of(local) == _FLASH, Box.whole(tuple(local.shape))
+    mesh: Any = whole.device_mesh if isinstance(whole, DTensor) else None
+    sharding = [] if mesh is None else list(zip(mesh.shape, whole.placements, strict=True))
+    if mesh is not None:
+        sizes, offsets = local_box(whole.shape, mesh, tuple(whole.placements))
+        if sizes != tuple(local.shape) or not (local.numel() or is_flash):
+            wanted = f"expected {list(sizes)}" if local.numel() else "which is empty: use fewer ranks"
+            kind = type(local).__qualname__
+            raise SaveError(f"is sharded, and its local part is a {kind} of shape {list(local.shape)}, {wanted}")
+        box = Box(offsets, sizes)
+    if rule == "flat" and is_flash and not _consists_of_runs(tuple(whole.shape), sharding, _FLASH_RUN):
+        if all(size == 1 or placement.is_replicate() for size, placement in sharding):
             return inner, {"placed": "whole"}
-        layout = [list(mesh.shape), [list(dataclasses.astuple(placement_record(p))) for p in placements]]
-        return inner, {"placed": "own", "layout": layout}
+        records = [list(dataclasses.astuple(placement_record(placement))) for _, placement in sharding]
+        return inner, {"placed": "own", "layout": [list(mesh.shape), records]}
     if rule == "whole":
-        if name not in STATES.get(_class_of(local), ({},))[0]:
+        if mesh is not None and name not in STATES.get(_class_of(local), ({},))[0]:
             raise SaveError(
-                f"is sharded, and its local part is a {type(local).__module__}.{kind}, whose {name} "
-                f"{list(inner.shape)} has no known position in the whole tensor {list(whole.shape)}"
+                f"is sharded, and its local part is a {_class_of(local)}, whose {name} {list(inner.shape)} has no "
+                f"known position in the whole tensor {list(whole.shape)}"
             )
         return inner, {"placed": rule}
-    placements = _cutting(whole)
-    view, spec = _plain(name, inner, local, rule)
-    blocks = cut_blocks(spec["block"], whole.shape) if rule == "flat" else spec["block"]
-    cut = {placement.dim for placement in placements if hasattr(placement, "dim")}
+    blocks = Blocks.of(name, rule, box.sizes, tuple(inner.shape), tuple(whole.shape))
+    placements = tuple(Replicate() if size == 1 and hasattr(p, "dim") else p for size, p in sharding)
     strided = any(hasattr(placement, "split_factor") for placement in placements)
-    if strided and any(blocks[dim] != 1 for dim in cut):
-        raise SaveError(_split(whole, name, spec["block"], f"{placements} interleaves its rows"))
-    for dim in cut:
-        start, stop, most = offsets[dim], offsets[dim] + sizes[dim], blocks[dim]
-        if not most or start % most or stop % most or whole.shape[dim] % most:
-            raise SaveError(_split(whole, name, spec["block"], f"this rank holds [{start}, {stop}) of dimension {dim}"))
-    if rule == "flat" and view.dim() == 2:
-        shape = torch.Size((whole.shape[0] // blocks[0], blocks[0] * math.prod(whole.shape[1:]) // spec["block"]))
-    elif rule == "flat":
-        shape = view.shape  # no dimension is cut
-    else:
-        shape = torch.Size(size // block for size, block in zip(whole.shape, blocks, strict=True))
-    own = tuple(offset // blocks[dim] if dim in cut else 0 for dim, offset in enumerate(offsets[: len(shape)]))
-    if local_box(shape, mesh, placements) != (tuple(view.shape), (*own, *[0] * (len(shape) - len(own)))):
-        raise SaveError(_split(whole, name, spec["block"], f"other ranks split it elsewhere ({placements})"))
-    stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+    if strided and any(blocks.steps[p.dim] != 1 for p in placements if hasattr(p, "dim")):
+        raise blocks.split(f"{placements} interleaves its rows")
+    part, spec = blocks.inner_box(box), {"placed": rule, "block": blocks.size}
+    view = inner.view(part.sizes) if rule == "flat" else inner
+    if mesh is None:
+        return view, spec
+    shape = torch.Size(blocks.inner_shape)
+    if local_box(shape, mesh, placements) != (part.sizes, part.offsets):
+        raise blocks.split(f"other ranks split it elsewhere ({placements})")
+    stride = row_major_strides(shape)
     return DTensor.from_local(view, mesh, placements, run_check=False, shape=shape, stride=stride), spec
 
 
-def _cutting(whole: Any) -> tuple[Any, ...]:
-    """Return a DTensor's placements, with Replicate for each mesh dimension of size 1."""
-    from torch.distributed.tensor import Replicate
+def _consists_of_runs(shape: tuple[int, ...], sharding: Sequence[tuple[int, Any]], run: int) -> bool:
+    """Return whether each rank's shard consists of whole runs. All ranks get the same result.
 
-    pairs = zip(whole.device_mesh.shape, whole.placements, strict=True)
-    return tuple(Replicate() if size == 1 and hasattr(p, "dim") else p for size, p in pairs)
+    A run is a sequence of `run` elements of the flattened tensor that share a value, such as a scale.
 
-
-def _consists_of_runs(whole: Any, run: int) -> bool:
-    """Return whether each rank's shard of a DTensor consists of whole runs.
-
-    A run is a sequence of `run` elements of the flattened tensor that share a value, such as a scale. All ranks get the
-    same result.
+    Args:
+        sharding: The size and the placement of each mesh dimension.
     """
-    steps, mesh = cut_blocks(run, whole.shape), whole.device_mesh
-    counts: dict[int, list[int]] = {}
-    for size, placement in zip(mesh.shape, whole.placements, strict=True):
+    steps, counts = cut_blocks(run, shape), dict[int, list[int]]()
+    for size, placement in sharding:
         if hasattr(placement, "split_factor"):
             return False
         if hasattr(placement, "dim"):
             counts.setdefault(placement.dim, []).append(size)
     for dim, sizes in counts.items():
-        length, ranks = whole.shape[dim], math.prod(sizes)
+        length, ranks = shape[dim], math.prod(sizes)
         part = -(-length // ranks)  # as torch.chunk splits it
         is_even = length % ranks == 0
         if not steps[dim] or part % steps[dim] or part * (ranks - 1) >= length or not (is_even or len(sizes) == 1):
             return False
-    return bool(whole.numel() % run == 0)
-
-
-def _split(whole: Any, name: str, block: Any, where: str) -> str:
-    return (
-        f"has the shape {list(whole.shape)} and a {name} with a value for each block of {block} elements, but {where}: "
-        "blocks must not be split between ranks"
-    )
-
-
-def cut_blocks(block: int, shape: Sequence[int]) -> list[int]:
-    """Return, for each dimension, the smallest size of a shard that does not split a run of `block` elements.
-
-    A shard may have any multiple of this size. The size is 0 if the tensor cannot be cut in that dimension.
-    """
-    rows = _rows(block, shape)
-    return [rows, block if rows == 1 and len(shape) == 2 else 0, *[0] * len(shape)][: len(shape)]
+    numel = math.prod(shape)
+    return numel > 0 and numel % run == 0
 
 
 # --- a recipe's context
@@ -575,7 +508,7 @@ def _context(value: Any, shape: tuple[int, ...], kind: str) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else {"$float": repr(value)}
     if isinstance(value, torch.dtype):
-        return {"$dtype": _dtype_name(value)}
+        return {"$dtype": dtype_name(value)}
     if isinstance(value, torch.device):
         return {"$device": value.type}
     if isinstance(value, (list, tuple)):
@@ -617,10 +550,6 @@ def _value(tree: Any, shape: tuple[int, ...]) -> Any:
     if tag == "$float" and body in ("nan", "inf", "-inf"):
         return float(body)
     raise ValueError(f"{tag} {body!r}")
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 # --- creating tensors for a load
@@ -673,7 +602,7 @@ def new_tensor(recipe: Recipe, parameter: torch.Tensor, entries: Mapping[str, Te
         ) from error
     if name == _FLASH:
         return _new_state(cls, inner, context, str(recipe.get("dtype")))
-    stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+    stride = row_major_strides(shape)
     made: torch.Tensor = cls.__tensor_unflatten__(inner, context, shape, stride)
     return placed_like(parameter, made) if isinstance(parameter, DTensor) else made
 

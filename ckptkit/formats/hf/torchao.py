@@ -17,7 +17,8 @@ from typing import Any
 
 from ckptkit.catalog.box import row_major_strides
 from ckptkit.errors import CorruptCheckpointError, UnsupportedFormatError
-from ckptkit.formats.dcp.subclasses import SEPARATOR, WEIGHTS, Recipe, blocks_of
+from ckptkit.formats.dcp.blocks import blocks_of
+from ckptkit.formats.dcp.subclasses import SEPARATOR, WEIGHTS, Recipe
 from ckptkit.formats.hf.header import HeaderTensor
 from ckptkit.formats.own.json import parse
 
