@@ -14,6 +14,7 @@ import random
 import signal
 import tempfile
 import time
+from contextlib import closing
 from pathlib import Path
 
 import torch  # noqa: F401  before the forks, so that each costs milliseconds
@@ -39,7 +40,7 @@ def job(rank: int, ranks: int, root: str, rendezvous: str, keep: int, said: int)
     lease = acquire_lease(store) if coordinator.is_main else None
     step = max(check(root), default=0) if coordinator.is_main else 0
     step = coordinator.decide(lambda: step, "choosing a step")
-    with SignalWatch(coordinator) as watch:
+    with closing(SignalWatch(coordinator)) as watch:
         while True:
             step += 1
             save(store, step, coordinator=coordinator, nbytes=100_000, lease=lease, planned_bytes=100_000)

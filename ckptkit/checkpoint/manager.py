@@ -94,12 +94,6 @@ class SignalWatch:
                 signal.signal(number, handler if handler is not None else signal.SIG_DFL)
         self._before.clear()
 
-    def __enter__(self) -> SignalWatch:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
 
 _forking = threading.local()
 
@@ -178,6 +172,7 @@ class CheckpointManager:
         start_fresh: Literal["if_empty", "if_none_committed", "never"] = "if_empty",
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
+        options = {name: value for name, value in locals().items() if name not in ("self", "url")}
         # First check only the arguments that are needed to connect the ranks. The others are checked once the ranks are
         # connected, so that all ranks raise if one of them got a wrong argument.
         limit_s, signals = parse_duration(timeout_s, "timeout_s"), parse_signals(on_signal)
@@ -193,22 +188,7 @@ class CheckpointManager:
         self._control = Coordinator(process_group, timeout_s=limit_s) if alone else None
 
         def prepare() -> tuple[tuple[str, StateDictType, int], Store, Mapping[str, bytes]]:
-            given = check_options(
-                url,
-                retention=retention,
-                state_dict_type=state_dict_type,
-                max_shard_size=max_shard_size,
-                timeout_s=timeout_s,
-                async_policy=async_policy,
-                async_mode=async_mode,
-                on_signal=on_signal,
-                on_commit=on_commit,
-                trace=trace,
-                process_group=process_group,
-                side_files=side_files,
-                start_fresh=start_fresh,
-                storage_options=storage_options,
-            )
+            given = check_options(url, **options)
             Patience()  # raises if CKPTKIT_STORAGE_TIMEOUT is malformed
             if self._control is not None and signals:
                 self._watch = SignalWatch(self._control, signals=signals)

@@ -98,7 +98,7 @@ def test_a_signal_during_a_load_is_handled_later(tmp_path, before, times):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_is_seen_at_each_later_step(number):
-    with SignalWatch(Coordinator()) as watch:
+    with contextlib.closing(SignalWatch(Coordinator())) as watch:
         assert not watch.agreed()
         os.kill(os.getpid(), number)
         assert watch.agreed() and watch.agreed()
@@ -109,7 +109,7 @@ def test_closing_restores_the_previous_signal_handlers():
     before = signal.signal(signal.SIGUSR1, lambda number, frame: seen.append(number))
     try:
         mine = signal.getsignal(signal.SIGUSR1)
-        with SignalWatch(Coordinator(), signals=[signal.SIGUSR1]) as watch:
+        with contextlib.closing(SignalWatch(Coordinator(), signals=[signal.SIGUSR1])) as watch:
             os.kill(os.getpid(), signal.SIGUSR1)
             assert watch.agreed() and seen == [signal.SIGUSR1]
         assert signal.getsignal(signal.SIGUSR1) is mine
@@ -159,7 +159,7 @@ def test_the_time_limit_of_the_manager_is_also_that_of_its_question_for_signals(
 
 
 def test_a_forked_child_dies_of_sigterm_and_survives_sigusr1():
-    with SignalWatch(Coordinator()) as watch:
+    with contextlib.closing(SignalWatch(Coordinator())) as watch:
         pid = os.fork()
         if pid == 0:
             time.sleep(60)
@@ -176,7 +176,7 @@ def test_a_forked_child_dies_of_sigterm_and_survives_sigusr1():
 
 def test_two_watches_do_not_keep_a_child_alive_even_if_it_is_ended_at_once():
     """Python loses a signal that a forked child gets before its fork hooks have run."""
-    with SignalWatch(Coordinator()), SignalWatch(Coordinator()):
+    with contextlib.closing(SignalWatch(Coordinator())), contextlib.closing(SignalWatch(Coordinator())):
         for _ in range(20):
             worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
             worker.start()

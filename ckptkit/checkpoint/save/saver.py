@@ -262,7 +262,8 @@ class Saver:
                 if prepared.failure is not None:
                     raise prepared.failure
                 own = _spread(prepared.objects) if self.coordinator.rank in prepared.tellers else {}
-                payload = (part, prepared.rank_objects, _digests(prepared.objects), own)
+                digests = _digests(prepared.objects) if self.coordinator.world_size > 1 else {}
+                payload = (part, prepared.rank_objects, digests, own)
             except BaseException as error:  # noqa: BLE001  `abort` raises it on every rank
                 attempt.abort(prepared.failure or error)
             fields = {
