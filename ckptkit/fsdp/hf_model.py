@@ -25,7 +25,6 @@ from ckptkit.keymaps.wrappers import without_infixes
 from ckptkit.units import first_few
 
 _log = logging.getLogger(__name__)
-_FSDP1 = "_fsdp_wrapped_module"
 _PEFT_ROOT = "base_model.model."
 
 
@@ -45,30 +44,23 @@ class Exported:
 def exported(model: nn.Module) -> Exported:
     """Return the model inside the wrappers of `model`, with its live tensors.
 
-    If FSDP1 wraps the model, all ranks must call this, because FSDP1 gathers the tensors.
-
     Raises:
-        SaveError: Some parameters are outside the transformers model (for example, a value head). `from_pretrained`
-            would not read them.
+        SaveError: FSDP1 wraps a part of the model. Or some parameters are outside the transformers model (for example,
+            a value head). `from_pretrained` would not read them.
     """
+    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
+        raise SaveError(f"{type(model).__name__} is wrapped by FSDP1, whose models are not exported. Use FSDP2.")
     inner = unwrap_model(model)
-    root, prefix = inner, ""
     while not _is_pretrained(inner):
-        children = dict(inner.named_children())
+        children = list(inner.children())
         own = [*inner.parameters(recurse=False), *inner.buffers(recurse=False)]
         if own or len(children) != 1:
             break
-        (name, child), outer = next(iter(children.items())), inner
-        inner = unwrap_model(child)
-        if isinstance(root, FullyShardedDataParallel):
-            prefix += "" if name == _FSDP1 else f"{name}."
-        elif not isinstance(outer, FullyShardedDataParallel):
-            root = inner
+        inner = unwrap_model(children[0])
     if not _is_pretrained(inner):
         _refuse_neighbours(inner)
-        inner = root = unwrap_model(model)
-        prefix = ""
-    captured = capture(TrainState(model=root, rng=False))
+        inner = unwrap_model(model)
+    captured = capture(TrainState(model=inner, rng=False))
     parts = captured.objects.get(SUBCLASSES)
     if parts:
         raise SaveError(
@@ -76,8 +68,7 @@ def exported(model: nn.Module) -> Exported:
             f"such as {next(iter(parts.values()))['class']}. Save a checkpoint, or dequantize the model first."
         )
     aliases = captured.aliases["model"]
-    tensors = {n.removeprefix(prefix): t for n, t in captured.models["model"].items() if n not in aliases}
-    return Exported(inner, tensors)
+    return Exported(inner, {name: t for name, t in captured.models["model"].items() if name not in aliases})
 
 
 def _is_pretrained(module: nn.Module) -> bool:
@@ -135,7 +126,11 @@ def adapter_tensors(source: Exported, extra: dict[str, torch.Tensor]) -> dict[st
     for adapter, config in adapters.items():
         if config.is_prompt_learning:
             prompts.update(name for name in source.tensors if name.startswith("prompt_encoder."))
-            _require_whole(source, prompts)
+            if sharded := [name for name in sorted(prompts) if isinstance(source.tensors[name], DTensor)]:
+                raise SaveError(
+                    f"{sharded[0]!r} is sharded, but PEFT needs the full tensor to write the prompt's adapter file. "
+                    "Exclude the prompt encoder from FSDP (exclude=[...]), or export on one rank."
+                )
         made = get_peft_model_state_dict(model, state_dict=dict(stand_ins), adapter_name=adapter)
         folder = adapter_folder(adapter, adapters)
         files = found.setdefault(folder, {})
@@ -158,15 +153,6 @@ def adapter_tensors(source: Exported, extra: dict[str, torch.Tensor]) -> dict[st
             "their modules to modules_to_save of the PEFT config, or freeze them."
         )
     return found
-
-
-def _require_whole(source: Exported, names: set[str]) -> None:
-    sharded = [name for name in sorted(names) if isinstance(source.tensors[name], DTensor)]
-    if sharded:
-        raise SaveError(
-            f"{sharded[0]!r} is sharded, but PEFT needs the full tensor to write the prompt's adapter file. Exclude "
-            "the prompt encoder from FSDP (exclude=[...]), or export on one rank."
-        )
 
 
 # --- trial load

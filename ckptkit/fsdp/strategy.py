@@ -77,11 +77,6 @@ StartFresh = Literal["if_empty", "if_none_committed", "never"]
 _NUMBER_AT_END = re.compile(r"(\d+)$")
 
 
-def is_mp_optimizer(optimizer: object) -> bool:
-    """Return whether `optimizer` keeps fp32 masters of its parameters."""
-    return isinstance(optimizer, MasterWeightOptimizer)
-
-
 class FSDPStrategy:
     """Trains one or more sharded models. Works without arguments and in a single process.
 
@@ -425,7 +420,7 @@ class FSDPStrategy:
 
     def is_mp_optimizer(self, optimizer: object) -> bool:
         """Return whether `optimizer` keeps fp32 masters of its parameters."""
-        return is_mp_optimizer(optimizer)
+        return isinstance(optimizer, MasterWeightOptimizer)
 
     @checked("optimizer")
     def grad_scaler(self, optimizer: Optimizer) -> DynamicGradScaler | None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 from ckptkit.errors import SaveError
 from ckptkit.fsdp import FSDPConfig, FSDPStrategy
@@ -168,6 +169,8 @@ def test_a_sharded_adapter_is_exported_whole(ranks, tmp_path):
 def test_a_refused_export_is_an_error_on_every_rank(tmp_path):
     with pytest.raises(SaveError, match=r"missing: 'model\.layers\.1"):
         save_hf(FSDPStrategy().prepare_model(pruned()), str(tmp_path / "out"))
+    with pytest.raises(SaveError, match="wrapped by FSDP1"):
+        save_hf(models.Actor(FullyShardedDataParallel(llama(), device_id=torch.device("cpu"))), str(tmp_path / "out"))
 
 
 def test_an_adapter_config_names_its_base_model(tmp_path):
