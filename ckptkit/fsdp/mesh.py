@@ -92,12 +92,12 @@ class TrainingMesh:
     cp: DeviceMesh | None = None
 
 
-def plan_for(config: FSDPConfig, world_size: int, *, local_world_size: int | None = None) -> ParallelPlan:
+def plan_for(config: FSDPConfig, world_size: int) -> ParallelPlan:
     """Return the mesh plan that `config` describes for `world_size` ranks.
 
     If `replicate` and `shard` of a HYBRID_* strategy are both "auto", parameters are sharded inside a node and
-    replicated across nodes, as in FSDP1. `local_world_size` is the number of ranks per node. If it is None, the
-    environment variable LOCAL_WORLD_SIZE is used. If this variable is not set, all ranks count as one node.
+    replicated across nodes, as in FSDP1. The environment variable LOCAL_WORLD_SIZE is the number of ranks per node. If
+    it is not set, all ranks count as one node.
     """
     replicate, shard = config.replicate, config.shard
     if config.sharding_strategy is ShardingStrategy.NO_SHARD:
@@ -105,7 +105,7 @@ def plan_for(config: FSDPConfig, world_size: int, *, local_world_size: int | Non
     elif not config.sharding_strategy.is_hybrid:
         replicate = 1
     elif replicate == "auto" and shard == "auto":
-        local = local_world_size or int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size)))
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size)))
         inside = config.tp * config.cp
         if local % inside:
             raise UsageError(

@@ -47,15 +47,17 @@ def test_sizes_that_do_not_fit_are_refused_with_all_numbers(world_size, sizes, n
     ({"cp": 2, "tp": 2}, {"shard": 4, "tp": 2}),
     ({"sharding_strategy": "HYBRID_SHARD", "shard": 2, "tp": 2}, {"replicate": 2, "shard": 2, "tp": 2}),
 ], ids=str)  # fmt: skip
-def test_sharding_strategies_become_mesh_dimensions(config, dims):
-    plan = plan_for(FSDPConfig(**config), 8, local_world_size=4)
+def test_sharding_strategies_become_mesh_dimensions(config, dims, monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    plan = plan_for(FSDPConfig(**config), 8)
     assert plan.dims == dims
     assert list(plan.dims) == list(dims)
 
 
-def test_a_node_that_tp_does_not_divide_is_refused():
+def test_a_node_that_tp_does_not_divide_is_refused(monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
     with pytest.raises(UsageError, match=r"a node has 3 ranks.*tp=2"):
-        plan_for(FSDPConfig(sharding_strategy="HYBRID_SHARD", tp=2), 6, local_world_size=3)
+        plan_for(FSDPConfig(sharding_strategy="HYBRID_SHARD", tp=2), 6)
 
 
 @pytest.mark.parametrize(("numel", "training", "size"), [
