@@ -22,7 +22,7 @@ from ckptkit.units import format_size
 def command(root: str, *, dry_run: bool, as_json: bool, **options: Any) -> None:
     """Delete the checkpoints of the run at ROOT that its policy does not keep. Also delete the files of killed saves.
 
-    Never deletes the newest checkpoint, the best checkpoint, a pinned checkpoint, or files that ckptkit did not write.
+    Never deletes the newest checkpoint, a pinned checkpoint, or files that ckptkit did not write.
     Uses the policy that the run recorded. Limits given here override the recorded limits.
     """
     from ckptkit.offline.prune import prune

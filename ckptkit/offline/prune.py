@@ -61,8 +61,8 @@ def prune(
 ) -> PruneReport:
     """Delete the checkpoints under `url` that `policy` does not keep, and the leftovers of killed saves.
 
-    In each checkpoint, the commit record is deleted before all other files. Never deletes the newest checkpoint, the
-    best checkpoint, pinned checkpoints, or files that ckptkit did not write.
+    In each checkpoint, the commit record is deleted before all other files. Never deletes the newest checkpoint,
+    pinned checkpoints, or files that ckptkit did not write.
 
     Args:
         policy: The rotation policy. None uses the policy that is recorded in the newest checkpoint.
