@@ -148,7 +148,7 @@ class How:
     there: Options | None
     here: Options | None
     progress: Progress | None
-    started: float
+    started: float = field(default_factory=time.perf_counter)
 
     def __post_init__(self) -> None:
         check_int("workers", self.workers, least=0)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -137,11 +136,10 @@ def convert(  # noqa: PLR0913 - one argument per option
             per token.
         CorruptCheckpointError: The source is damaged or incomplete. Nothing was published.
     """
-    started = time.perf_counter()
     src, dst = location("src", src), location("dst", dst)
     there, here = options_of_both(storage_options, src_storage_options, dst_storage_options)
     memory = parse_size(max_memory, "max_memory")
-    how = How(workers, memory, check, verify, dry_run, overwrite, there, here, progress, started)
+    how = How(workers, memory, check, verify, dry_run, overwrite, there, here, progress)
     dtype = str(dtype)  # accepts torch.bfloat16
     export_dtype("float32", dtype)  # raises for an unknown dtype, before the source is opened
     output = Output(dst, to, parse_size(max_shard_size, "max_shard_size"), world_size, sha256, how)

@@ -228,12 +228,10 @@ def copy(
         UsageError: `dst` is named after a different step, or `src` contains several checkpoints that ckptkit did not
             write.
     """
-    started = time.perf_counter()
     src, dst = location("src", src), location("dst", dst)
     there, here = options_of_both(storage_options, src_storage_options, dst_storage_options)
-    how = How(
-        workers, parse_size(max_memory, "max_memory"), check, verify, dry_run, overwrite, there, here, progress, started
-    )
+    memory = parse_size(max_memory, "max_memory")
+    how = How(workers, memory, check, verify, dry_run, overwrite, there, here, progress)
     reading = ReadOptions(allow_pickle=allow_pickle)
     found = run_at(src, storage_options=there)
     if found is None:
@@ -243,7 +241,7 @@ def copy(
         report = _copy_run(src, dst, found, how, reading, all_files=all_files)
     if dry_run:
         return report
-    return replace(report, seconds=time.perf_counter() - started, peak_memory=peak_memory())
+    return replace(report, seconds=time.perf_counter() - how.started, peak_memory=peak_memory())
 
 
 def run_at(url: str, *, storage_options: Mapping[str, Any] | None = None) -> Inventory | None:

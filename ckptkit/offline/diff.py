@@ -20,7 +20,6 @@ from ckptkit.catalog.box import Box
 from ckptkit.catalog.casts import float_values
 from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.catalog.entry import ObjectEntry, Role, TensorEntry
-from ckptkit.catalog.targets import Target
 from ckptkit.checkpoint.state.values import references
 from ckptkit.digests import proves_equality
 from ckptkit.errors import CkptkitError, IncompleteCheckpointError, UsageError, command_line
@@ -28,11 +27,8 @@ from ckptkit.formats.dcp.class_records import recipes_of
 from ckptkit.formats.dcp.subclasses import SEPARATOR, SUBCLASSES, Recipe, describe, outer_name, same_recipe
 from ckptkit.formats.detect import Source
 from ckptkit.formats.pickles.objects import Inert, TensorValue, read_object
-from ckptkit.formats.sources import SourceReader
+from ckptkit.formats.sources import EntryMap, Origins, SourceReader
 from ckptkit.gc_pause import collector_paused
-from ckptkit.offline.copying.gather import Gatherer
-from ckptkit.offline.copying.plan import Placement, Plan
-from ckptkit.offline.copying.runs import prepare
 from ckptkit.offline.reading import open_pinned, reads_checkpoints, records_of
 from ckptkit.offline.report import plain
 from ckptkit.offline.verify import file_problems
@@ -273,7 +269,7 @@ class _Side:
     opaque: Mapping[str, str]  # tensors that can only be read with their class: key -> the reason
     small: Mapping[str, Sequence[tuple[str, int, int]] | None]  # the `_pieces` of small tensors
     reader: SourceReader
-    gatherer: Gatherer
+    maps: Mapping[str, EntryMap]  # of the tensors without `_pieces`
 
     @classmethod
     @collector_paused()
@@ -285,13 +281,15 @@ class _Side:
         opaque = source.catalog.opaque()
         readable = [entry for name, entry in source.catalog.tensors.items() if name not in opaque]
         small = {entry.name: _pieces(entry) for entry in readable if entry.nbytes <= _SMALL}
-        targets = [Target.of(entry) for entry in readable if small.get(entry.name) is None]
-        plan = Plan(source.catalog, (), tuple(Placement.whole(target, 0, 0) for target in targets), (), (), (), ())
-        work = prepare(plan, check=False, by_boxes=True)
+        origins = Origins()
+        maps = {
+            entry.name: EntryMap(entry, origins.of(entry.slices), np.full(len(entry.slices), -1, np.int64))
+            for entry in readable
+            if small.get(entry.name) is None
+        }
         memory = parse_size(max_memory, "max_memory")
-        reader = SourceReader(source.store, work.origins, span=max(1 << 20, memory // 4))
-        gatherer = Gatherer(reader, work.maps, max_bytes=memory)
-        return cls(source, _named(readable), opaque, small, reader, gatherer)
+        reader = SourceReader(source.store, origins.all, span=max(1 << 20, memory // 4))
+        return cls(source, _named(readable), opaque, small, reader, maps)
 
     def read(self, entries: Sequence[TensorEntry]) -> tuple[Bytes, list[int]]:
         """Return the concatenated bytes of small tensors, and the offsets at which the tensors end.
@@ -306,7 +304,7 @@ class _Side:
         for entry, size, end in zip(entries, sizes, ends, strict=True):
             parts, stop = self.small[entry.name], end - size
             if parts is None:
-                self.reader.read_box(self.gatherer.maps[entry.name], Box.whole(entry.shape), data[end - size : end])
+                self.reader.read_box(self.maps[entry.name], Box.whole(entry.shape), data[end - size : end])
                 continue
             for file, start, nbytes in parts:
                 if (file, start) == (path, at + last - first) and last == stop:
@@ -562,7 +560,7 @@ def _compared(
     small = [name for name, nbytes in sizes.items() if nbytes <= _SMALL]
     for name in sizes.keys() - set(small):  # at most one, which is alone in its batch (see _batches)
         found = _Comparison(name, left[name], right[name])
-        found.read(first.gatherer, second.gatherer)
+        found.read(first, second)
         yield name, found.result()
     mine, theirs = [left[name] for name in small], [right[name] for name in small]
     (x, ends), (y, other_ends) = first.read(mine), second.read(theirs)
@@ -693,11 +691,10 @@ class _Comparison:
         self.dot = self.norm_a = self.norm_b = 0.0
         self.counted = False
 
-    def read(self, first: Gatherer, second: Gatherer) -> None:
+    def read(self, first: _Side, second: _Side) -> None:
         """Compare the two tensors completely, tile by tile."""
         sizes = [dtype_of(entry.dtype).itemsize for entry in (self.a, self.b)]
-        whole = Box.whole(self.a.shape)
-        for box in whole.tiles(_TILE // max(sizes)) if whole.numel else ():
+        for box in Box.whole(self.a.shape).tiles(_TILE // max(sizes)):
             x, y = (np.empty(box.numel * size, np.uint8) for size in sizes)
             first.reader.read_box(first.maps[self.a.name], box, x)
             second.reader.read_box(second.maps[self.b.name], box, y)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -113,7 +112,6 @@ def merge(  # noqa: PLR0913 - one argument an option
         CheckpointMismatchError: The sources differ in names, shapes or dtypes.
         UnsupportedFormatError: ckptkit cannot dequantize a tensor.
     """
-    started = time.perf_counter()
     if isinstance(sources, (str, os.PathLike)) or not isinstance(sources, Iterable):
         raise wrong("sources", sources, "a sequence of URLs, such as [first, second]")
     given = [location(f"sources[{index}]", source) for index, source in enumerate(sources)]
@@ -122,7 +120,7 @@ def merge(  # noqa: PLR0913 - one argument an option
         raise UsageError(f"sum_dtype={sum_dtype!r}: expected 'fp32' or 'fp64'.")
     there, here = options_of_both(storage_options, src_storage_options, dst_storage_options)
     memory = parse_size(max_memory, "max_memory")
-    how = How(workers, memory, check, verify, dry_run, overwrite, there, here, progress, started)
+    how = How(workers, memory, check, verify, dry_run, overwrite, there, here, progress)
     dtype = str(dtype)  # accepts torch.bfloat16
     export_dtype("float32", dtype)  # raises for an unknown dtype, before a source is opened
     output = Output(dst, to, parse_size(max_shard_size, "max_shard_size"), world_size, sha256, how)

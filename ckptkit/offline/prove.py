@@ -124,7 +124,7 @@ class _Prover:
         for rows in [*groups, strided] if strided else groups:
             some = [boxes[row] for row in rows]
             for tile in bounding(some).tiles(self._gatherer.tile_numel(tensor)):
-                made = worker.room(tile.numel * itemsize)
+                made = worker.buffer(tile.numel * itemsize, made=True)
                 self._gatherer.make_box(tensor, tile, made)
                 for index, at, part in cuts(made, tile, some, itemsize):
                     row = rows[index]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -95,7 +94,6 @@ def reshard(  # noqa: PLR0913 - one argument per option
         IncompleteCheckpointError: A rank's file is missing. The message names the rank.
         CorruptCheckpointError: The source is damaged. Nothing was published.
     """
-    started = time.perf_counter()
     src, dst = location("src", src), location("dst", dst)
     if type not in _TYPES:
         raise UsageError(f"type={type!r} is unknown. Known: {', '.join(_TYPES)}.")
@@ -103,9 +101,8 @@ def reshard(  # noqa: PLR0913 - one argument per option
     split = None if tp_plan is None else TPPlan.of(tp_plan)
     vocabulary = VocabSize.of(vocab_size, new_rows, dry=dry_run)
     there, here = options_of_both(storage_options, src_storage_options, dst_storage_options)
-    how = How(
-        workers, parse_size(max_memory, "max_memory"), check, verify, dry_run, overwrite, there, here, progress, started
-    )
+    memory = parse_size(max_memory, "max_memory")
+    how = How(workers, memory, check, verify, dry_run, overwrite, there, here, progress)
     reading = ReadOptions(layout=layout, allow_pickle=allow_pickle)
     source = open_pinned(src, storage_options=there, options=reading, together=not dry_run, inner="all")
     source = replace(source, catalog=with_trained_weights(source.catalog))

@@ -311,7 +311,7 @@ def _mean(target: Target, store: Store, catalog: Catalog) -> Doubles:
     work = prepare(Plan(catalog, (), (Placement.whole(stored, 0, 0),)), check=False, by_boxes=True)
     with closing(SourceReader(store, work.origins, span=_TILE)) as reader:
         gatherer = Gatherer(reader, work.maps, max_bytes=4 * _TILE)
-        for tile in Box.whole(target.shape).tiles(most) if width else ():
+        for tile in Box.whole(target.shape).tiles(most):
             data = np.empty(tile.numel * itemsize, np.uint8)
             gatherer.make_box(stored, tile, data)
             # Add one row at a time, because numpy's summation order depends on the number of rows.

@@ -197,7 +197,7 @@ class Copier:
         for first, stop in pairwise(self._batches(runs.nbytes)):
             views = self._read(runs, first, stop, worker)
             cast = [nbytes[i] // ratios[casts[i]][0] * ratios[casts[i]][1] for i in range(first, stop) if casts[i]]
-            room, made = worker.room(sum(cast)), 0
+            room, made = worker.buffer(sum(cast), made=True), 0
             pieces: dict[int, list[tuple[int, memoryview]]] = {}  # per file, each piece with its offset
             for i, view in enumerate(views, first):
                 if self.sink is None:
@@ -261,7 +261,7 @@ class Copier:
         ]
         boxes, infinite = [box for box, _, _ in step.boxes], 0
         for tile in bounding(boxes).tiles(self.gatherer.tile_numel(tensor)):
-            data = worker.room(tile.numel * itemsize)
+            data = worker.buffer(tile.numel * itemsize, made=True)
             infinite += self.gatherer.make_box(tensor, tile, data)
             for index, at, part in cuts(data, tile, boxes, itemsize):
                 _, file, start = step.boxes[index]

@@ -24,19 +24,13 @@ class Worker:
     """The two buffers of one thread, which are reused for each item."""
 
     def __init__(self) -> None:
-        self._buffer = self._room = np.empty(0, np.uint8)
+        self._buffers = [np.empty(0, np.uint8)] * 2
 
-    def buffer(self, nbytes: int) -> npt.NDArray[np.uint8]:
-        """Return the buffer for bytes that are read, cut to `nbytes` bytes."""
-        if len(self._buffer) < nbytes:
-            self._buffer = np.empty(nbytes, np.uint8)
-        return self._buffer[:nbytes]
-
-    def room(self, nbytes: int) -> npt.NDArray[np.uint8]:
-        """Return the buffer for bytes to write, cut to `nbytes` bytes."""
-        if len(self._room) < nbytes:
-            self._room = np.empty(nbytes, np.uint8)
-        return self._room[:nbytes]
+    def buffer(self, nbytes: int, *, made: bool = False) -> npt.NDArray[np.uint8]:
+        """Return the buffer for bytes that are read, or for bytes that are `made` from them, cut to `nbytes` bytes."""
+        if len(self._buffers[made]) < nbytes:
+            self._buffers[made] = np.empty(nbytes, np.uint8)
+        return self._buffers[made][:nbytes]
 
 
 class Pool:

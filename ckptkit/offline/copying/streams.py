@@ -68,7 +68,7 @@ class StreamWriter:
             placement, row = event
             tensor, itemsize = placement.tensor, dtype_of(placement.tensor.dtype).itemsize
             for tile in placement.box(row).tiles(self.gatherer.tile_numel(tensor)):
-                out = worker.room(tile.numel * itemsize)
+                out = worker.buffer(tile.numel * itemsize, made=True)
                 infinite.add(index, start, self.gatherer.make_box(tensor, tile, out))
                 yield out.data
 

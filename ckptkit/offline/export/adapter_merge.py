@@ -198,13 +198,8 @@ def _ranges(
 
 def _rows_of(source: OutputTensor, first: int, stop: int) -> OutputTensor:
     """Return the rows [first, stop) of a source, in its own dtype. A scalar is returned whole."""
-    if isinstance(source, ComputedTensor):
-        return source.rows(first, stop) if source.shape else source
-    if not source.shape:
-        return replace(source, dtype=source.source_dtype)
-    shape = (stop - first, *source.shape[1:])
-    part = Part(Box.whole(shape), source.parts[0].source, Box((first, *(0,) * (len(shape) - 1)), shape))
-    return Target(source.name, source.source_dtype, shape, (part,), source.source_dtype)
+    whole = replace(source, dtype=source.source_dtype) if isinstance(source, Target) else source
+    return whole.rows(first, stop) if whole.shape else whole
 
 
 def _part(part: Part, made: npt.NDArray[Any], first: int) -> npt.NDArray[Any]:

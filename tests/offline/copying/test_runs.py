@@ -271,7 +271,9 @@ def test_slices_used_twice_or_in_part_are_copied(tmp_path):
 def test_runs_read_together_are_limited_in_number_and_size(tmp_path, monkeypatch):
     sizes: list[int] = []
     buffer = Worker.buffer
-    monkeypatch.setattr(Worker, "buffer", lambda self, nbytes: (sizes.append(nbytes), buffer(self, nbytes))[1])
+    monkeypatch.setattr(
+        Worker, "buffer", lambda self, nbytes, **made: (sizes.append(nbytes), buffer(self, nbytes, **made))[1]
+    )
     made = many(tmp_path / "in")
     run(made, plan_of(made), tmp_path / "out", digests=False)
     assert sum(sizes) >= sum(array.size for array in made.arrays.values())
