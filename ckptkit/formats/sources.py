@@ -25,7 +25,6 @@ from ckptkit.errors import (
     CorruptCheckpointError,
     IncompleteCheckpointError,
     MissingExtraError,
-    UnsupportedFormatError,
 )
 from ckptkit.formats.checks import Verifier
 from ckptkit.storage.coalesce import BlockReader
@@ -166,11 +165,7 @@ class SourceReader:
         return self._local is not None
 
     def read(self, origin: int, start: int, view: memoryview) -> None:
-        """Fill `view` with the bytes of origin number `origin`, from byte `start` on.
-
-        Raises:
-            IncompleteCheckpointError: The origin has too few bytes.
-        """
+        """Fill `view` with the bytes of origin number `origin`, from byte `start` on."""
         self.read_many([Range(origin, start, view)])
 
     def read_many(self, ranges: Sequence[Range]) -> None:
@@ -178,10 +173,6 @@ class SourceReader:
 
         Neighbouring ranges of a local file are read in one call if they are given in file order. Reads of a remote
         store are batched.
-
-        Raises:
-            IntegrityError: Bytes differ from their digest.
-            IncompleteCheckpointError: A file is too short.
         """
         for group in self._groups(ranges):
             first, run = group[0], None
@@ -385,24 +376,42 @@ class _Compressed:
         return data
 
 
-class _Decoder:
-    """Decodes one compressed record from start to end."""
+class ZstdStream:
+    """Decompresses bytes from start to end. `source` is bytes, or has the method `read`.
 
-    def __init__(self, store: Store, path: str, codec: Codec) -> None:
-        if codec.name != "zstd":
-            raise UnsupportedFormatError(f"{path}: codec {codec.name!r} is not supported; only zstd is.")
+    Args:
+        file: What is decompressed, for messages.
+    """
+
+    def __init__(self, source: Any, *, file: str, read_size: int = _COMPRESSED) -> None:
         try:
             import zstandard
         except ImportError as error:
             raise MissingExtraError(
-                f"{path} is compressed with zstd. Install it from the checkout with: pip install -e '.[zstd]'"
+                f"{file} is compressed with zstd. Install it from the checkout with: pip install -e '.[zstd]'"
             ) from error
-        self._path = path
+        self._file = file
         self._error = zstandard.ZstdError
-        source: Any = _Compressed(store, path, codec.start, codec.start + codec.nbytes)
-        self._stream = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW).stream_reader(
-            source, read_size=_COMPRESSED << 4 if store.asking_costs else _COMPRESSED, read_across_frames=True
-        )
+        decompressor = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW)
+        self._stream = decompressor.stream_reader(source, read_size=read_size, read_across_frames=True)
+
+    def readinto(self, view: memoryview) -> int:
+        """Fill a part of `view`, and return how many bytes were decompressed; 0 at the end."""
+        try:
+            got: int = self._stream.readinto(view)
+        except self._error as error:
+            raise CorruptCheckpointError(f"{self._file}: its zstd data is damaged: {error}.") from error
+        return got
+
+
+class _Decoder:
+    """Decodes one compressed record from start to end."""
+
+    def __init__(self, store: Store, path: str, codec: Codec) -> None:
+        source = _Compressed(store, path, codec.start, codec.start + codec.nbytes)
+        read_size = _COMPRESSED << 4 if store.asking_costs else _COMPRESSED
+        self._stream = ZstdStream(source, file=path, read_size=read_size)
+        self._path = path
         self.at = 0  # position in the decoded bytes
 
     def read(self, start: int, view: memoryview) -> None:
@@ -412,10 +421,7 @@ class _Decoder:
 
     def _fill(self, view: memoryview) -> None:
         while len(view):
-            try:
-                got = self._stream.readinto(view)
-            except self._error as error:
-                raise CorruptCheckpointError(f"{self._path}: its zstd data is damaged: {error}.") from error
+            got = self._stream.readinto(view)
             if not got:
                 raise IncompleteCheckpointError(
                     f"{self._path}: a zstd record ends at byte {self.at}, but {len(view)} more are needed."

@@ -51,11 +51,6 @@ def open_catalog(
     Args:
         path: The file to open. By default, the first of these that exists: the shards in an index, all numbered
             files, a file with a usual name for a model, the only file.
-
-    Raises:
-        CheckpointNotFoundError: There is no torch.save file, or there are several files and no index.
-        IncompleteCheckpointError: Shards or tensors in the index are missing, or the file holds only one rank's part.
-        UnsafePickleError, CorruptCheckpointError, UnsupportedFormatError: See `read_archive`.
     """
     if path is not None:
         catalog = open_file(store, path, options=options)
@@ -132,7 +127,7 @@ def may_hold_model(files: Iterable[str]) -> list[str]:
 
 
 def open_file(store: Store, path: str, *, options: ReadOptions = ReadOptions()) -> Catalog:  # noqa: B008 - frozen
-    """Return the catalog of one torch.save file. Raises the same errors as `open_catalog`."""
+    """Return the catalog of one torch.save file."""
     value = plain(read_torch_file(store, path, options), file=path)
     _refuse_part(value, path)
     return _catalog(store, {path: value})

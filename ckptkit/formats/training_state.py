@@ -228,9 +228,6 @@ def read_training_state(
         read: Reads the tensors of the given entries, and returns them by name.
         optimizers: Whether to read the settings of the optimizers, and the optimizer states that are not tensors.
         whole: The keys of objects that are read even if they are large.
-
-    Raises:
-        CorruptCheckpointError: An object or a small tensor is damaged.
     """
     found = TrainingState(step=saved_step(store, catalog))
     settings: dict[str, list[tuple[TensorEntry | ObjectEntry, Any]]] = {}

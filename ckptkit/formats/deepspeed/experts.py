@@ -152,12 +152,7 @@ def _group_keys(inner: Mapping[str, Any]) -> list[tuple[Any, Any]]:
 def read_experts(
     store: Store, files: Sequence[str], model: Mapping[str, Any], options: ReadOptions | None
 ) -> dict[str, Joined]:
-    """Return the weights in the experts' files. `model` is the content of the model file.
-
-    Raises:
-        IncompleteCheckpointError: An expert's file is missing. The message names the file.
-        CorruptCheckpointError: A file holds a different expert's weights.
-    """
+    """Return the weights in the experts' files. `model` is the content of the model file."""
     found = {(int(match[1] or -1), int(match[2])): match[0] for file in files if (match := EXPERT_FILE.fullmatch(file))}
     names = _complete(found, model)
     tensors: dict[str, StoredTensor] = {}

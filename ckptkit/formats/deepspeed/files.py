@@ -18,7 +18,6 @@ from ckptkit.formats.pickles.tensors import StoredTensor
 from ckptkit.formats.trainers.rank_files import (
     Joined,
     check_copies,
-    check_counters,
     check_steps,
     join,
     missing_ranks,
@@ -183,7 +182,7 @@ def read_model_states(
             value["module"] = {}
         if not isinstance(value, dict) or not isinstance(value.get("module"), dict):
             raise CorruptCheckpointError(f"{name} is not a DeepSpeed model file: it has no 'module'.")
-    check_counters([value.get("global_steps") for value in values], names, "global_steps")
+    check_steps([[{"step": value.get("global_steps")}] for value in values], names)
     first = values[0]
     recorded = first.get("dp_world_size")
     if stage3 and isinstance(recorded, int):

@@ -10,14 +10,14 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ckptkit.catalog.entry import ObjectEntry, Role, SliceArray, TensorSlice
 from ckptkit.errors import CorruptCheckpointError, IncompleteCheckpointError
 from ckptkit.formats.deepspeed.experts import Partition, counted, data_first, is_expert, parts_of
-from ckptkit.formats.deepspeed.files import ModelStates, OptimStates, Shape
+from ckptkit.formats.deepspeed.files import FlatPart, ModelStates, OptimStates, Shape
 from ckptkit.formats.pickles.tensors import StoredTensor
 from ckptkit.formats.trainers.master_check import MasterSampler
 from ckptkit.formats.trainers.optimizer_files import OptimizerState, group_objects
@@ -126,19 +126,17 @@ def groups_of(
 
 def _zero12(index: int, params: Mapping[str, Shape], optims: OptimStates, part: Partition) -> FlatGroup:
     parts = [(rank, optims.parts[rank][index]) for rank in part.ranks]
-    vectors = {"": [FlatVector.of_ranks((rank, flat.weights) for rank, flat in parts)]}
-    for name in _flat_states([flat.states for _, flat in parts]):
-        vectors[name] = [FlatVector.of_ranks((rank, flat.states[name]) for rank, flat in parts)]
+    vectors = {name: [FlatVector.of_ranks(pieces)] for name, pieces in _pieces(parts).items()}
     paddings = optims.paddings[index] if index < len(optims.paddings) else [0] * len(params)
     if len(paddings) != len(params):
         raise CorruptCheckpointError(
             f"parameter group {index} has {len(params)} parameters, but {len(paddings)} alignment paddings. "
             "Expected one for each parameter."
         )
-    scalars = {name: value for name, value in parts[0][1].states.items() if name not in vectors}
     fragments = [
         part.renamed(flats[index].fragments) if rank in part.ranks else {} for rank, flats in enumerate(optims.parts)
     ]
+    scalars = _scalars(parts, vectors)
     return FlatGroup(part.renamed(params), vectors, scalars, paddings, fragments, slack=2 * len(part.ranks))
 
 
@@ -159,18 +157,23 @@ def _zero3(models: ModelStates, optims: OptimStates) -> Sequence[Sequence[FlatGr
 
 
 def _subgroup(index: int, params: Mapping[str, Shape], optims: OptimStates) -> FlatGroup:
-    ranks = [(rank, flats[index]) for rank, flats in enumerate(optims.parts)]
-    vectors = {"": [FlatVector.of_ranks([(rank, flat.weights)]) for rank, flat in ranks]}
-    for name in _flat_states([flat.states for _, flat in ranks]):
-        vectors[name] = [FlatVector.of_ranks([(rank, flat.states[name])]) for rank, flat in ranks]
-    scalars = {name: value for name, value in ranks[0][1].states.items() if name not in vectors}
-    return FlatGroup(params, vectors, scalars, [0] * len(params))
+    parts = [(rank, flats[index]) for rank, flats in enumerate(optims.parts)]
+    vectors = {name: [FlatVector.of_ranks([piece]) for piece in pieces] for name, pieces in _pieces(parts).items()}
+    return FlatGroup(params, vectors, _scalars(parts, vectors), [0] * len(params))
 
 
-def _flat_states(states: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the names of the states that are 1-D tensors in all items of `states`: moments, but not step counts."""
-    names = list(states[0]) if states else []
-    return [n for n in names if all(isinstance(s.get(n), StoredTensor) and len(s[n].shape) == 1 for s in states)]
+def _pieces(parts: Sequence[tuple[int, FlatPart]]) -> dict[str, list[tuple[int, Any]]]:
+    """Return (rank, 1-D tensor) of the weights (under the name "") and of each moment that all ranks have."""
+    pieces: dict[str, list[tuple[int, Any]]] = {"": [(rank, flat.weights) for rank, flat in parts]}
+    for name in parts[0][1].states:
+        found = [(rank, flat.states.get(name)) for rank, flat in parts]
+        if all(isinstance(tensor, StoredTensor) and len(tensor.shape) == 1 for _, tensor in found):
+            pieces[name] = found
+    return pieces
+
+
+def _scalars(parts: Sequence[tuple[int, FlatPart]], vectors: Collection[str]) -> dict[str, Any]:
+    return {name: value for name, value in parts[0][1].states.items() if name not in vectors}
 
 
 def check_layout(

@@ -34,7 +34,6 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
     Supports any number of stages, but no tensor parallelism.
 
     Raises:
-        IncompleteCheckpointError: A file is missing. The message names the file.
         UnsupportedFormatError: The layers are split by tensor parallelism.
     """
     files = file_names(store.list())

@@ -34,7 +34,6 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
     """Return the catalog of the universal checkpoint at the store's root. Reads no tensor bytes.
 
     Raises:
-        IncompleteCheckpointError: A parameter has no weights.
         UnsupportedFormatError: A parameter was padded or split in a way that only a live model can undo.
     """
     models = read_model_states(store, file_names(store.list()), options)

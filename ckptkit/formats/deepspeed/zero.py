@@ -86,9 +86,7 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
     Reads no tensor bytes.
 
     Raises:
-        IncompleteCheckpointError: A rank's file is missing. The message names the file.
         UnsupportedFormatError: The checkpoint was written with tensor parallelism.
-        CorruptCheckpointError: The files contradict each other.
     """
     files = file_names(store.list())
     _refuse_foreign(store, files)

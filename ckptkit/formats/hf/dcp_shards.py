@@ -27,12 +27,7 @@ _VOCABULARY = ("embed_tokens.weight", "word_embeddings.weight", "wte.weight", "t
 
 
 def open_shards(store: Store, names: Sequence[str]) -> Catalog:
-    """Return the catalog of the shards `names`, which are all at the store's root.
-
-    Raises:
-        IncompleteCheckpointError: Parts of a tensor, or a rank's shards, are missing.
-        CorruptCheckpointError: Shards come from two saves, or contradict each other.
-    """
+    """Return the catalog of the shards `names`, which are all at the store's root."""
     ranks = _ranks(names)
     headers = read_headers(store, names)
     parts: dict[str, list[TensorSlice]] = {}
@@ -137,9 +132,6 @@ def _check_vocabulary(entries: Mapping[str, TensorEntry], config: Mapping[str, A
     """Check the embedding's number of rows against config.json. Return whether the check was possible.
 
     Only this check can reveal that the shards of the last ranks are missing.
-
-    Raises:
-        IncompleteCheckpointError: The embedding has too few rows.
     """
     wanted, checked = config.get("vocab_size"), False
     if type(wanted) is not int:

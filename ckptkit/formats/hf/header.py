@@ -65,11 +65,6 @@ def read_header(store: Store, path: str, *, start: int = 0) -> SafetensorsHeader
 
     Args:
         start: Byte position of the safetensors blob in the file. The blob extends to the end of the file.
-
-    Raises:
-        IncompleteCheckpointError: The file is shorter than its header says.
-        CorruptCheckpointError: The header violates the format.
-        UnsupportedFormatError: A dtype is unknown.
     """
     head = store.read(path, start, start + _FIRST_READ)
     if len(head) < 8:

@@ -31,14 +31,7 @@ _INDEX = ".safetensors.index.json"
 
 
 def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog:
-    """Return the catalog of the safetensors checkpoint at the store's root. Reads only the headers.
-
-    Raises:
-        CheckpointNotFoundError: There is no safetensors file.
-        IncompleteCheckpointError: A shard is missing or truncated.
-        CorruptCheckpointError: A header or the index is invalid, or the headers contradict the index.
-        UnsafePathError: The index refers to a file outside the directory.
-    """
+    """Return the catalog of the safetensors checkpoint at the store's root. Reads only the headers."""
     catalog = open_weights(store)
     if catalog.info.format != "safetensors":
         return catalog

@@ -19,11 +19,6 @@ def read_index(store: Store, index: str, there: Collection[str]) -> dict[str, st
 
     Args:
         there: Names of all files in the directory.
-
-    Raises:
-        IncompleteCheckpointError: Files are missing. The message names the files.
-        CorruptCheckpointError: The file is not an index.
-        UnsafePathError: The index refers to a file outside the directory.
     """
     info = store.info(index)
     if info is not None and info.size > _MAX_INDEX_BYTES:
@@ -64,12 +59,7 @@ def check_index(index: str, weight_map: Mapping[str, str], contents: Mapping[str
 
 
 def numbered_files(names: Sequence[str], extension: str) -> list[str] | None:
-    """Return the files named -0000i-of-0000n.`extension`, in order, or None if there are no such files.
-
-    Raises:
-        IncompleteCheckpointError: Some of the n files are missing. The message names the files.
-        CorruptCheckpointError: The directory contains files from two checkpoints.
-    """
+    """Return the files named -0000i-of-0000n.`extension`, in order, or None if there are no such files."""
     matches = [match for name in names if (match := _NUMBERED.fullmatch(name)) and match[4] == extension]
     if not matches:
         return None

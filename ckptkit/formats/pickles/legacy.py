@@ -24,13 +24,7 @@ def is_legacy(head: bytes) -> bool:
 
 
 def read_legacy(store: Store, path: str, *, unknown: Unknown = "refuse") -> Any:
-    """Return the value in the legacy file at `path`, with records in place of tensors.
-
-    Raises:
-        CorruptCheckpointError: The file is not a legacy file, or is truncated.
-        UnsafePickleError: The pickle refers to a global that is not allowed.
-        UnsupportedFormatError: The file is big-endian, or contains tensors that are not dense.
-    """
+    """Return the value in the legacy file at `path`, with records in place of tensors."""
     nbytes = file_size(store, path)
     window = 1 << 20
     while True:

@@ -13,7 +13,6 @@ import numpy as np
 from ckptkit.catalog.entry import Codec, ObjectEntry
 from ckptkit.errors import (
     CorruptCheckpointError,
-    MissingExtraError,
     UnsupportedFormatError,
 )
 from ckptkit.formats.own.json import check_density
@@ -23,6 +22,7 @@ from ckptkit.formats.pickles.tensors import DTensorRecord, ShardedTensorRecord, 
 from ckptkit.formats.pickles.values import MOMENTS, numpy_array, numpy_dtype, numpy_scalar
 from ckptkit.formats.pickles.walk import Unknown, guarded, loads
 from ckptkit.formats.pickles.zip import file_size, memory_store, read_archive
+from ckptkit.formats.sources import ZstdStream
 from ckptkit.storage.store import Store
 
 _MAX_OBJECT_BYTES = 4 << 30
@@ -80,11 +80,6 @@ def read_object(
     Args:
         tensor: Converts the array of each tensor, for example to a torch tensor. By default, arrays stay arrays.
         allow_pickle: Keep instances of classes that are not on the allow-list as `Inert`. If False, raise an error.
-
-    Raises:
-        UnsafePickleError: The entry refers to a class that is not on the allow-list.
-        UnsupportedFormatError: The entry is too large, or contains a value that can't be converted.
-        CorruptCheckpointError: The entry is damaged, or does not match its digest.
     """
     label = f"{entry.path} ({entry.name})" if entry.path and entry.name else entry.path or entry.name
 
@@ -159,12 +154,7 @@ def read_pickled(
 
 
 def load_object_torch(store: Store, entry: ObjectEntry) -> Any:
-    """Load an entry's value with torch's own weights_only loader. Imports torch.
-
-    Raises:
-        UnsafePickleError: The entry refers to a class that torch's weights_only loader refuses.
-        CorruptCheckpointError: The entry's archive is compressed or damaged.
-    """
+    """Load an entry's value with torch's own weights_only loader. Imports torch."""
     if entry.encoding != "torch_save":
         return read_object(store, entry)
     from ckptkit.formats.pickles.weights_only import parse_object
@@ -183,8 +173,6 @@ def decode_record(store: Store, path: str, codec: Codec, *, limit: int | None = 
     Args:
         limit: Maximum decompressed size. By default 64 times the stored size, but at least 64 MiB and at most 4 GiB.
     """
-    if codec.name != "zstd":
-        raise UnsupportedFormatError(f"{path}: the codec {codec.name!r} is unknown.")
     if limit is None:
         limit = min(_MAX_OBJECT_BYTES, max(64 << 20, 64 * codec.nbytes))
     packed = store.read(path, codec.start, codec.start + codec.nbytes)
@@ -193,22 +181,11 @@ def decode_record(store: Store, path: str, codec: Codec, *, limit: int | None = 
 
 def decode_zstd(packed: bytes, limit: int, *, file: str) -> bytes:
     """Decompress bytes. Raises CorruptCheckpointError before the result exceeds `limit` bytes."""
-    try:
-        import zstandard
-    except ImportError:
-        raise MissingExtraError(
-            f"{file} is compressed with zstd. Install it from the checkout with: pip install -e '.[zstd]'"
-        ) from None
-    done = bytearray()
-    try:
-        # The maximum window size limits how much memory a hostile frame can make the decoder allocate.
-        reader = zstandard.ZstdDecompressor(max_window_size=1 << 27).stream_reader(packed, read_across_frames=True)
-        while chunk := reader.read(1 << 20):
-            done += chunk
-            if len(done) > limit:
-                raise CorruptCheckpointError(f"{file}: it decodes to more than the {limit} bytes it should have.")
-    except zstandard.ZstdError as error:
-        raise CorruptCheckpointError(f"{file}: its zstd data are damaged: {error}.") from None
+    stream, done, block = ZstdStream(packed, file=file), bytearray(), memoryview(bytearray(1 << 20))
+    while got := stream.readinto(block):
+        done += block[:got]
+        if len(done) > limit:
+            raise CorruptCheckpointError(f"{file}: it decodes to more than the {limit} bytes it should have.")
     return bytes(done)
 
 

@@ -58,10 +58,6 @@ def loads(
         unknown: With "record", a global that is not allowed becomes an `UnknownGlobal` record. With "refuse", it raises
             an error. No code is run in either case.
         max_bytes: Maximum size of the pickle; by default `MAX_PICKLE_BYTES`.
-
-    Raises:
-        UnsafePickleError: The pickle refers to a global that is not on the allow-list.
-        CorruptCheckpointError: `data` is not a valid pickle, or is larger or deeper than any checkpoint needs.
     """
     return load_prefix(
         data, file=file, functions=functions, persistent_load=persistent_load, unknown=unknown, max_bytes=max_bytes
@@ -78,7 +74,7 @@ def load_prefix(
     unknown: Unknown = "refuse",
     max_bytes: int | None = None,
 ) -> tuple[Any, int]:
-    """Return the value of the pickle at `start`, and the position after it. Raises the same errors as `loads`."""
+    """Return the value of the pickle at `start`, and the position after it."""
     if len(data) - start > (max_bytes or MAX_PICKLE_BYTES):
         raise CorruptCheckpointError(
             f"{file}: a pickle of {len(data) - start} bytes is larger than any checkpoint needs."

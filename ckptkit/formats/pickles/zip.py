@@ -68,11 +68,6 @@ def read_archive(
         nbytes: Length of the zip. By default, the zip extends to the end of the file.
         unknown: See `walk.loads`.
         classes: Return tensor subclasses as `ClassRecord`. If False, tensor subclasses are refused.
-
-    Raises:
-        CorruptCheckpointError: The bytes are not a torch.save zip, or parts of the zip contradict each other.
-        UnsafePickleError: The pickle refers to a global that is not allowed.
-        UnsupportedFormatError: The archive is big-endian, or has tensors that are not dense.
     """
     return Archive(store, path, start, nbytes).value(unknown=unknown, classes=classes)
 
@@ -201,12 +196,7 @@ class Layout:
     """
 
     def __init__(self, directory: bytes, count: int, size: int, offset: int, file: str) -> None:
-        """Parse `count` entries in `size` bytes of a directory that starts at `offset` in the archive.
-
-        Raises:
-            CorruptCheckpointError: The directory is damaged, has compressed, encrypted, duplicate or overlapping
-                members, or names that are not plain relative paths.
-        """
+        """Parse `count` entries in `size` bytes of a directory that starts at `offset` in the archive."""
         self.file = file
         self.directory_nbytes = len(directory)
         members: dict[str, Member] = {}
@@ -284,7 +274,7 @@ def storage_of(identity: Any, find: Callable[[str], tuple[int, int | None]] | No
 class Archive:
     """The torch.save zip at bytes [start, start + nbytes) of a file. By default, extends to the end of the file.
 
-    The constructor reads and checks the directory, and raises the same errors as `read_archive`.
+    The constructor reads and checks the directory.
     """
 
     def __init__(

@@ -40,12 +40,7 @@ def is_accelerate(names: Sequence[str]) -> bool:
 
 
 def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog:
-    """Return the catalog of all models and optimizers in the checkpoint. Paths are relative to the checkpoint's root.
-
-    Raises:
-        IncompleteCheckpointError: A rank's file is missing. The message names the file.
-        UnsupportedFormatError: The checkpoint is FSDP1 LOCAL state whose layout is not known.
-    """
+    """Return the catalog of all models and optimizers in the checkpoint."""
     listing = {item.path: item for item in store.list()}
     models = _by_index(listing, _MODEL)
     if not models:

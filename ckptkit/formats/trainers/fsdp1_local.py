@@ -68,10 +68,6 @@ def read(
         names: Names of the files, in rank order.
         values: Contents of each file.
         optimizer: DCP catalog of the optimizer, from which the shapes of the trained parameters are taken.
-
-    Raises:
-        UnsupportedFormatError: The shapes are unknown. The message says which option to pass.
-        CorruptCheckpointError: The shapes do not fit the flat parameters.
     """
     units = [name for name in values[0] if name.endswith(_SUFFIX)]
     originals = [name for name in values[0] if not name.endswith(_SUFFIX)]

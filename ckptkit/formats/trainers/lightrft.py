@@ -12,12 +12,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ckptkit.catalog.dtypes import dtype as dtype_of
-from ckptkit.catalog.entry import Catalog, CatalogInfo, ObjectEntry, Role
+from ckptkit.catalog.entry import Catalog, CatalogInfo, Role
 from ckptkit.errors import CorruptCheckpointError
 from ckptkit.formats.dcp import catalog
+from ckptkit.formats.nested import entries_of
 from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.pickles.inert import Record
-from ckptkit.formats.pickles.tensors import is_tensor
+from ckptkit.formats.pickles.objects import plain
 from ckptkit.formats.pickles.walk import loads
 from ckptkit.formats.trainers.merge import assembled, open_part, renamed
 from ckptkit.formats.trainers.optimizer_files import (
@@ -25,7 +26,6 @@ from ckptkit.formats.trainers.optimizer_files import (
     master_entry,
     match_masters,
     names_by_key,
-    plain_value,
     read_optimizer,
 )
 from ckptkit.formats.trainers.param_order import Param
@@ -45,12 +45,7 @@ def is_lightrft(files: Sequence[str], directories: Sequence[str]) -> bool:
 
 
 def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog:
-    """Read the model's DCP and, if there is an optimizer, its DCP or rank files.
-
-    Raises:
-        IncompleteCheckpointError: A file is missing. The message names the file.
-        CorruptCheckpointError: The files contradict each other.
-    """
+    """Read the model's DCP and, if there is an optimizer, its DCP or rank files."""
     model = open_part(catalog.open_catalog, store, "", options)
     below = {item.path: item.size for item in store.list(OPTIMIZER_DIRECTORY)}
     parts = [model]
@@ -136,20 +131,12 @@ def _optimizer(store: Store, values: Sequence[Mapping[str, Any]], model: Catalog
         entry = master_entry(assigned[group][index], joined)
         found.tensors[entry.name] = entry
         found.notes += joined.notes
-    _add_scaler(found, values[0].get("grad_scaler"))
+    scaler = plain(values[0].get("grad_scaler"), file=_PATTERN.format(rank=0))
+    if isinstance(scaler, dict):
+        tensors, objects = entries_of({_PATTERN.format(rank=0): {"grad_scaler": scaler}}, levels=2)
+        found.tensors |= tensors
+        found.objects |= objects
     return found
-
-
-def _add_scaler(found: OptimizerState, scaler: Any) -> None:
-    if not isinstance(scaler, dict):
-        return
-    for key, joined in join([scaler], what=_PATTERN).items():
-        name = f"grad_scaler.{key}"
-        found.tensors[name] = joined.entry(name, Role.OTHER, key=("grad_scaler", str(key)))
-    for key, value in scaler.items():
-        if not is_tensor(value) and plain_value(value):
-            name = f"grad_scaler.{key}"
-            found.objects[name] = ObjectEntry(name, encoding="value", value=value, key=("grad_scaler", str(key)))
 
 
 def _indexed(groups: Mapping[Any, Any]) -> list[tuple[tuple[int, int], Any]]:

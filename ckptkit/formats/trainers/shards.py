@@ -54,7 +54,6 @@ def local_parts(
 
     Raises:
         UnsupportedFormatError: A placement is partial: the values must still be summed over ranks.
-        CorruptCheckpointError: The placements do not fit the mesh, the tensor, or the local shape.
     """
     return list(_local_parts(shape, tuple(mesh_shape), tuple(coordinate), tuple(placements), local_shape))
 

@@ -10,12 +10,12 @@ import re
 from collections.abc import Mapping, Sequence
 
 from ckptkit.catalog.entry import Catalog, CatalogInfo, ObjectEntry
-from ckptkit.errors import CheckpointNotFoundError, CorruptCheckpointError
+from ckptkit.errors import CheckpointNotFoundError, CorruptCheckpointError, IncompleteCheckpointError
 from ckptkit.formats.hf.side_files import file_names, find_side_files, read_json
 from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.trainers.optimizer_files import OptimizerState, is_state_dicts, read_flat_optimizer, read_optimizer
 from ckptkit.formats.trainers.param_order import Param
-from ckptkit.formats.trainers.rank_files import join_model, one_replica, read_files, read_ranks
+from ckptkit.formats.trainers.rank_files import join_model, missing_ranks, one_replica, read_files, read_ranks
 from ckptkit.storage import Store
 
 _MODEL_FILE = re.compile(r"model_world_size_(\d+)_rank_(\d+)\.pt")
@@ -26,12 +26,7 @@ _EXTRA = "extra_state_world_size_{size}_rank_{{rank}}.pt"
 
 
 def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog:
-    """Return the catalog of verl's rank files at the store's root. Reads no tensor bytes.
-
-    Raises:
-        IncompleteCheckpointError: A rank's file is missing. The message names the file.
-        CorruptCheckpointError: The files contradict each other.
-    """
+    """Return the catalog of verl's rank files at the store's root. Reads no tensor bytes."""
     sizes = {entry.path: entry.size for entry in store.list()}
     files = file_names(store.list())
     world_size = _world_size(store, files)
@@ -85,20 +80,16 @@ def _optimizer(
     options: ReadOptions | None,
 ) -> OptimizerState:
     pattern = _OPTIM.format(size=world_size)
-    names = [pattern.format(rank=rank) for rank in range(world_size)]
-    there = [name for name in names if name in files]
-    if not there:
+    ranks = {rank: name for rank in range(world_size) if (name := pattern.format(rank=rank)) in files}
+    if not ranks:
         return OptimizerState()
-    if len(there) < world_size:
-        gone = [name for name in names if name not in files]
-        are = "is" if len(gone) == 1 else "are"
-        note = f"{len(there)} optimizer files were skipped, because {', '.join(gone[:4])} {are} missing."
-        return OptimizerState(notes=[note])
-    values = read_files(store, names, options)
+    try:
+        missing_ranks(ranks, world_size, pattern)
+    except IncompleteCheckpointError as error:
+        return OptimizerState(notes=[f"the optimizer was skipped: {error}"])
+    values = read_files(store, ranks.values(), options)
     found = read_optimizer(values, params, what=pattern)
-    if found.tensors or found.objects:
-        return found
-    if not is_state_dicts(values):
+    if found.tensors or found.objects or not is_state_dicts(values):
         return found
     return read_flat_optimizer({rank: values[rank] for rank in replica}, params) or found
 
