@@ -46,7 +46,8 @@ def test_our_metadata_is_read_like_the_c_unpickler_does():
     columns = RecordColumns(
         "model.w", "bfloat16", (400, 7), offsets, sizes, np.zeros(2, np.int32), np.array([0, 5000]), np.array([5000, 9])
     )
-    data = b"".join(MetadataPickle([columns], ["__0_0.distcp"], {"step": ("__0_0.distcp", 6000, 4)}, {"step": ("step",)}).chunks())
+    objects = {"step": ("__0_0.distcp", 6000, 4)}
+    data = b"".join(MetadataPickle([columns], ["__0_0.distcp"], objects, {"step": ("step",)}).chunks())
     assert shown(loads(data, file="m")) == shown(loads_in_c(data, file="m"))
 
 
