@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from operator import attrgetter
 
 from ckptkit.catalog.box import Box
@@ -160,30 +161,26 @@ class Target:
 
     def rows(self, start: int, stop: int) -> Target:
         """Return the rows [start, stop) of the target."""
-        box = Box((start, *(0,) * (len(self.shape) - 1)), (stop - start, *self.shape[1:]))
-        parts = tuple(p.moved(p.target_box.relative_to(box)) for part in self.parts for p in part.cut(box))
-        return replace(self, shape=box.sizes, parts=parts)
+        return self._along(0, start, stop)
 
     def resized(self, dim: int, size: int) -> Target:
         """Return the target with size `size` along `dim`. The end of the dimension is cut off or padded."""
         if size <= self.shape[dim]:
-            return self.split(dim, [size, self.shape[dim] - size])[0]
+            return self._along(dim, 0, size)
         box = Box.whole(tuple(size - n if d == dim else n for d, n in enumerate(self.shape)))
         parts = (Part(box, NO_SOURCE, box),) if box.numel else ()
         return concatenated(self.name, [self, replace(self, shape=box.sizes, parts=parts)], dim)
 
     def split(self, dim: int, sizes: Sequence[int]) -> list[Target]:
         """Split the target along `dim`. `sizes` must add up to the size of `dim`. All pieces have the target's name."""
-        pieces: list[Target] = []
-        start = 0
-        for size in sizes:
-            offsets = tuple(start if d == dim else 0 for d in range(len(self.shape)))
-            shape = tuple(size if d == dim else n for d, n in enumerate(self.shape))
-            box = Box(offsets, shape)
-            parts = tuple(p.moved(p.target_box.relative_to(box)) for part in self.parts for p in part.cut(box))
-            pieces.append(Target(self.name, self.dtype, shape, parts, self.source_dtype))
-            start += size
-        return pieces
+        return [self._along(dim, stop - size, stop) for size, stop in zip(sizes, accumulate(sizes), strict=True)]
+
+    def _along(self, dim: int, start: int, stop: int) -> Target:
+        """Return the range [start, stop) of a dimension."""
+        offsets = tuple(start if d == dim else 0 for d in range(len(self.shape)))
+        box = Box(offsets, tuple(stop - start if d == dim else n for d, n in enumerate(self.shape)))
+        parts = tuple(p.moved(p.target_box.relative_to(box)) for part in self.parts for p in part.cut(box))
+        return replace(self, shape=box.sizes, parts=parts)
 
     def squeezed(self, dim: int) -> Target:
         """Return the target without dimension `dim`, which must have size 1."""

@@ -10,7 +10,7 @@ import contextlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, compress, islice
+from itertools import chain, compress
 from operator import attrgetter
 from typing import Any
 
@@ -41,6 +41,7 @@ from ckptkit.formats.pickles.walk import loads
 from ckptkit.formats.pickles.zip import read_archive
 from ckptkit.gc_pause import collector_paused
 from ckptkit.storage.store import FileInfo, Store, checked_path
+from ckptkit.units import first_few
 
 METADATA = ".metadata"
 _RANK_METADATA = re.compile(r"__(\d+)\.metadata")
@@ -328,30 +329,26 @@ class _Builder:
     def _gather_tensor(
         self, part: _Part, name: str, entry: TensorMetadata, places: dict[tuple[int, ...] | None, StorageInfo]
     ) -> None:
+        chunks = entry.chunks if isinstance(getattr(entry, "chunks", None), list) else [None]
         try:
-            dtype, shape, chunks = _tensor_dtype(entry.properties), entry.size, entry.chunks
+            dtype, shape = _tensor_dtype(entry.properties), entry.size
+            offsets, sizes = _fields(chunks, "offsets"), _fields(chunks, "sizes")
         except AttributeError:
             raise part.fault(f"the description of {name!r:.80} is incomplete") from None
         except UnsupportedFormatError as error:
             if self._gather_whole(part, name, entry, places):
                 return
             raise UnsupportedFormatError(f"{part.name}: tensor {name!r:.80}: {error}") from None
-        if not _are_counts([shape]) or any(n < 0 or n >= _MAX_COUNT for n in shape) or type(chunks) is not list:
+        counts = _are(ChunkMetadata, chunks) and _are_counts([shape, *offsets, *sizes])
+        if not counts or {len(shape)} != {len(shape), *map(len, offsets), *map(len, sizes)}:
+            raise part.fault(f"the offsets or sizes of a part of {name!r:.80} are not one integer per dimension")
+        if any(n < 0 or n >= _MAX_COUNT for n in shape):
             raise part.fault(f"the shape of {name!r:.80} is invalid")
         rows = self.rows.setdefault(name, _Rows(dtype, shape))
         if (rows.dtype, rows.shape) != (dtype, shape) or name in self.objects:
             raise part.fault(
                 f"{name!r:.80} is {dtype} {list(shape)} here and {rows.dtype} {list(rows.shape)} elsewhere"
             )
-        try:
-            offsets, sizes = _fields(chunks, "offsets"), _fields(chunks, "sizes")
-        except AttributeError:
-            raise part.fault(f"a part of {name!r:.80} is incomplete") from None
-        if not (_are(ChunkMetadata, chunks) and _are_counts(offsets) and _are_counts(sizes)):
-            raise part.fault(f"the offsets or sizes of a part of {name!r:.80} are not tuples of integers")
-        other = {*map(len, offsets), *map(len, sizes)} - {len(shape)}
-        if other:
-            raise part.fault(f"a part of {name!r:.80} has {min(other)} dimensions, but the tensor has {len(shape)}")
         try:
             infos = list(map(places.pop, offsets))
         except KeyError as error:
@@ -520,8 +517,7 @@ class _Builder:
             extra["dcp_version"] = version[:32]
         if self.opaque:
             extra["opaque"] = dict(self.opaque)
-        shown = "; ".join(f"{name} {why}" for name, why in islice(self.opaque.items(), 3))
-        more = f"; ... ({len(self.opaque)})" if len(self.opaque) > 3 else ""
+            notes += (f"not interpreted: {first_few([f'{name} {why}' for name, why in self.opaque.items()], 3)}",)
         per_rank = _RANK_METADATA.fullmatch(self._source) is not None
         return CatalogInfo(
             "dcp",
@@ -529,7 +525,7 @@ class _Builder:
             world_size=len(self.parts) if per_rank else None,
             files=files,
             extra=extra,
-            notes=(*notes, f"not interpreted: {shown}{more}") if self.opaque else notes,
+            notes=notes,
         )
 
 

@@ -26,7 +26,7 @@ from ckptkit.digests import new_signer
 from ckptkit.errors import CheckpointMismatchError, IncompleteCheckpointError
 from ckptkit.formats.checks import RecordTable, Verifier, recorded
 from ckptkit.formats.dcp.digests import ADVICE, SliceCheck, all_of, batches, check_slices, raise_with_tensor
-from ckptkit.formats.dcp.host_bytes import host_view, lies_row_major, memory
+from ckptkit.formats.dcp.host_bytes import dtype_name, host_view, lies_row_major
 from ckptkit.formats.sources import UNITS, Origin, Origins, Range, SourceReader
 from ckptkit.formats.trainers.shards import LocalPart
 from ckptkit.storage.store import Store
@@ -125,7 +125,7 @@ class Filler:
             return
         dtype: torch.dtype = getattr(torch, entry.dtype)
         if dtype is not target.dtype and not self.cast:
-            wanted = str(target.dtype).removeprefix("torch.")
+            wanted = dtype_name(target.dtype)
             raise CheckpointMismatchError(
                 f"{entry.name}: the checkpoint has {entry.dtype}, the target is {wanted}. Pass cast=True to convert."
             )
@@ -290,7 +290,7 @@ class Filler:
         for row, owner, source, start, nbytes, place, checked in zip(rows.tolist(), *lists, strict=True):
             wanted = self._wanted[owner]
             if place >= 0:
-                view = memory(wanted.target, place, nbytes)
+                view = host_view(wanted.target, writable=True)[place : place + nbytes]
             else:
                 buffers.append((row, torch.empty(nbytes, dtype=torch.uint8)))
                 view = host_view(buffers[-1][1], writable=True)

@@ -39,12 +39,6 @@ def host_view(tensor: torch.Tensor, *, writable: bool = False) -> memoryview:
     return found
 
 
-def memory(tensor: torch.Tensor, start: int, nbytes: int) -> memoryview:
-    """Return a writable byte range of a contiguous CPU tensor's memory. The caller must keep the tensor alive."""
-    found: memoryview = _view(tensor.data_ptr() + start, nbytes, _WRITE)
-    return found
-
-
 def why_not_dense(tensor: Any) -> str:
     """Return why a tensor can't be saved as the bytes of its own memory, or "" if the tensor is dense.
 
@@ -197,6 +191,7 @@ def _plain_dtypes() -> frozenset[torch.dtype]:
     return frozenset(getattr(torch, name) for name in DTYPES if hasattr(torch, name))
 
 
+@functools.lru_cache(maxsize=64)
 def dtype_name(dtype: torch.dtype) -> str:
     """Return torch's name for a dtype, without the prefix "torch."."""
     return str(dtype).removeprefix("torch.")

@@ -31,6 +31,7 @@ from ckptkit.formats.dcp.files import write_records
 from ckptkit.formats.dcp.fill import part_of
 from ckptkit.formats.dcp.host_bytes import (
     are_dense,
+    dtype_name,
     is_dense,
     is_sparse_or_quantized,
     own_memory,
@@ -356,7 +357,7 @@ def _cut_of(
     if isinstance(value, ShardedTensor):  # its metadata already lists its boxes
         metas = [shard.metadata for shard in value.local_shards()]
         boxes = [(tuple(meta.shard_offsets), tuple(meta.shard_sizes)) for meta in metas]
-        return _Cut(value.dtype, _dtype_name(value.dtype), tuple(value.size()), None, boxes, (0, 1))
+        return _Cut(value.dtype, dtype_name(value.dtype), tuple(value.size()), None, boxes, (0, 1))
     spec = value._spec if isinstance(value, DTensor) else None
     key = (value.dtype, value.shape, place) if spec is None else (value.dtype, value.shape, spec.mesh, spec.placements)
     known: _Cut | None = cuts.get(key, _UNKNOWN)
@@ -364,7 +365,7 @@ def _cut_of(
         if spec is None:
             shape = tuple(value.shape)
             whole = [((0,) * len(shape), shape)]
-            known = _Cut(value.dtype, _dtype_name(value.dtype), shape, None, whole, place)
+            known = _Cut(value.dtype, dtype_name(value.dtype), shape, None, whole, place)
         else:
             known = _cut_by_mesh(name, value, meshes)
         cuts[key] = known
@@ -389,7 +390,7 @@ def _cut_by_mesh(name: str, value: DTensor, meshes: dict[DeviceMesh, int]) -> _C
         turn = count  # this rank writes nothing, because one record is enough for an empty tensor
     return _Cut(
         dtype,
-        _dtype_name(dtype),
+        dtype_name(dtype),
         tuple(shape),
         (index, tuple(map(_text, placements))),
         [(box.offsets, box.sizes) for box, _ in held],
@@ -486,11 +487,6 @@ def _text(placement: Placement) -> str:
     split = getattr(placement, "split_factor", None)
     dim = placement.dim  # type: ignore[attr-defined]
     return f"S({dim})" if split is None else f"SS({dim},{split})"
-
-
-@lru_cache(maxsize=64)
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _mesh_fields(mesh: DeviceMesh) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ from ckptkit.errors import (
 from ckptkit.formats.dcp.class_records import saved_parts
 from ckptkit.formats.dcp.digests import check_bytes
 from ckptkit.formats.dcp.fill import Filler, Verify
+from ckptkit.formats.dcp.host_bytes import dtype_name
 from ckptkit.formats.dcp.plan import flatten, local_boxes
 from ckptkit.formats.dcp.shared_memory import Claim, check_claims, overlapping
 from ckptkit.formats.dcp.subclasses import describe, open_tensor
@@ -66,8 +67,7 @@ def load_objects(store: Store, entries: Mapping[str, ObjectEntry]) -> dict[str, 
     if len(unsafe) == 1:
         raise unsafe[0]
     if unsafe:
-        lines = [*map(str, unsafe[:_LISTED]), *([f"and {len(unsafe) - _LISTED} more"] if len(unsafe) > _LISTED else [])]
-        raise UnsafePickleError(f"{len(unsafe)} objects cannot be loaded:\n  " + "\n  ".join(lines))
+        raise UnsafePickleError(f"{len(unsafe)} objects cannot be loaded:{_listed(unsafe)}")
     return values
 
 
@@ -304,18 +304,23 @@ def _matched(
         if outer is not None:
             wrong[-1] += f", which has {outer!r} as one object (torch < 2.4). Try: planner=DefaultLoadPlanner()"
     if wrong:
-        listed = wrong[:_LISTED] + ([f"and {len(wrong) - _LISTED} more"] if len(wrong) > _LISTED else [])
         raise CheckpointMismatchError(
-            f"{len(wrong)} keys of the state do not fit the checkpoint; nothing was loaded:\n  " + "\n  ".join(listed)
+            f"{len(wrong)} keys of the state do not fit the checkpoint; nothing was loaded:{_listed(wrong)}"
         )
     return found, missing
+
+
+def _listed(items: Sequence[object]) -> str:
+    """Return a line for each of the first items."""
+    more = [f"and {len(items) - _LISTED} more"] if len(items) > _LISTED else []
+    return "".join(f"\n  {item}" for item in [*items[:_LISTED], *more])
 
 
 def _difference(entry: TensorEntry, value: Any, cast: bool) -> str | None:
     shape = tuple(value.size())
     if shape != entry.shape:
         return f"the checkpoint has shape {list(entry.shape)}, the state has {list(shape)}"
-    dtype = str(value.dtype).removeprefix("torch.")
+    dtype = dtype_name(value.dtype)
     if dtype != entry.dtype and not cast:
         return f"the checkpoint has {entry.dtype}, the state has {dtype} (cast=True converts)"
     return None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -99,3 +100,48 @@ def _finite(text: str) -> float:
     if not math.isfinite(value):
         raise ValueError(f"{text:.40} is too large for a float")
     return value
+
+
+# --- fields of parsed JSON objects
+
+Check = tuple[str, tuple[type, ...], Callable[[Any], Any] | None]
+"""What a field must be: a description, its Python types, and a test that returns None or False for a wrong value."""
+
+
+def field_of(body: Mapping[str, Any], name: str, check: Check, file: str) -> Any:
+    """Return a field of a JSON object after checking its type and value. Raises CorruptCheckpointError."""
+    if name not in body:
+        raise CorruptCheckpointError(f"{file}: the field {name!r} is missing.")
+    value, (expected, types, test) = body[name], check
+    found = test(value) if test is not None and value is not None and type(value) in types else True
+    if type(value) not in types or found is None or found is False:
+        raise CorruptCheckpointError(f"{file}: {name} is {value!r:.120}, expected {expected}.")
+    return value
+
+
+def whole_number(most: int) -> Check:
+    return f"a whole number from 0 to {most}", (int,), range(most + 1).__contains__
+
+
+def matching(pattern: str) -> Check:
+    return f"a string that matches {pattern}", (str,), re.compile(pattern).fullmatch
+
+
+def is_texts(values: Any) -> bool:
+    """Return whether a value is a list of strings."""
+    return isinstance(values, list) and all(isinstance(value, str) for value in values)
+
+
+def _is_mesh(mesh: Any) -> bool:
+    shape, names = mesh.get("shape"), mesh.get("names")
+    if not isinstance(shape, list) or not is_texts(names) or len(shape) != len(names):
+        return False
+    return all(type(size) is int and 0 < size < 2**31 for size in shape)
+
+
+NULL = type(None)
+TEXT: Check = "a string", (str,), None
+TEXT_OR_NONE: Check = "a string or null", (str, NULL), None
+TEXTS: Check = "a list of strings", (list,), is_texts
+TABLE: Check = "an object", (dict,), None
+MESH: Check = 'one size per name: {"shape": [2, 4], "names": ["replicate", "shard"]}', (dict, NULL), _is_mesh

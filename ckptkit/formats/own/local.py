@@ -10,7 +10,6 @@ the full tensor (a strided shard) is stored as one tensor per region, named `<ke
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -27,10 +26,10 @@ from ckptkit.formats.own.manifest import MESHES, PLACEMENTS
 from ckptkit.formats.own.reader import role_of
 from ckptkit.formats.own.record import NO_RECORD
 from ckptkit.storage.store import Store
+from ckptkit.units import first_few
 
 METADATA_KEY = "ckptkit.local"
 _MAX_RANKS = 1 << 20
-_SHOWN = 8  # a message lists at most this many missing ranks
 _FILE = re.compile(r"local_([0-9]{5,9})\.safetensors")
 
 
@@ -113,11 +112,11 @@ def open_catalog(store: Store, *, options: ReadOptions = ReadOptions()) -> Catal
             if not box.within(shape):
                 raise CorruptCheckpointError(f"{path}: tensor {name!r} is outside the shape {list(shape)} of {key!r}.")
             slices.setdefault(key, []).append(TensorSlice(box, path, stored.start, stored.nbytes, rank=rank))
-    missing = list(itertools.islice((rank for rank in range(world_size) if rank not in found), _SHOWN))
+    missing = [str(rank) for rank in range(world_size) if rank not in found]
     if missing:
         raise IncompleteCheckpointError(
-            f"{store.url}: {world_size} ranks saved, but {world_size - len(found)} of their files are missing: those "
-            f"of ranks {', '.join(map(str, missing))}{', ...' if world_size - len(found) > _SHOWN else ''}."
+            f"{store.url}: {world_size} ranks saved, but {len(missing)} of their files are missing: those of ranks "
+            f"{first_few(missing)}."
         )
     entries = {}
     for key, found_slices in slices.items():

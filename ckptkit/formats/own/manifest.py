@@ -50,7 +50,7 @@ from ckptkit.catalog.entry import (
 from ckptkit.digests import DIGEST
 from ckptkit.errors import CorruptCheckpointError, UnsupportedFormatError
 from ckptkit.formats.own.columns import Column, Columns, pack, pack_texts, unpack, unpack_texts
-from ckptkit.formats.own.json import check_json
+from ckptkit.formats.own.json import MESH, NULL, TABLE, TEXT, TEXTS, Check, check_json, field_of, is_texts
 from ckptkit.storage.store import checked_path
 
 # --- validation of whole columns at a time
@@ -110,10 +110,6 @@ def _check_slices(manifest: Manifest, columns: Columns, first: int, stop: int) -
         if bad.any():
             name = tensors.names[first + of.item(int(np.argmax(bad)))]
             _fail(columns, f"a slice of tensor {name!r} {what}")
-
-
-def _texts(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(item, str) for item in value)
 
 
 def _in_range(
@@ -338,14 +334,14 @@ def _decode(columns: Columns) -> Manifest:
         )
     dtypes, states = (columns.field(name, list) for name in ("dtypes", "states"))
     for name, table in (("dtypes", dtypes), ("states", states)):
-        if not _texts(table):
+        if not is_texts(table):
             _fail(columns, f"{name!r} in its header has an item that is not a string")
     unknown = [name for name in dtypes if name not in DTYPES]
     if unknown:
         raise UnsupportedFormatError(f"{columns.file}: dtype {unknown[0]!r} is unknown.")
     placements: list[tuple[int, tuple[str, ...]]] = []
     for item in columns.field("placements", list):
-        if not isinstance(item, list) or len(item) != 2 or type(item[0]) is not int or not _texts(item[1]):
+        if not isinstance(item, list) or len(item) != 2 or type(item[0]) is not int or not is_texts(item[1]):
             _fail(columns, "a placement in its header is malformed")
         placements.append((item[0], tuple(item[1])))
     info = _decode_info(columns)
@@ -447,42 +443,30 @@ def _decode_objects(columns: Columns, paths: list[str]) -> dict[str, ObjectEntry
     return entries
 
 
+_INFO: Mapping[str, Check] = {
+    "format": TEXT,
+    "producer": TEXT,
+    "step": ("a number or null", (int, NULL), None),
+    "world_size": ("a number or null", (int, NULL), None),
+    "mesh": MESH,
+    "files": ("sizes by path", (dict,), lambda files: all(type(size) is int for size in files.values())),
+    "side_files": TEXTS,
+    "notes": TEXTS,
+    "extra": TABLE,
+}
+
+
 def _decode_info(columns: Columns) -> CatalogInfo:
-    info: dict[str, Any] = columns.field("info", dict)
-    wanted = {"files": dict, "side_files": list, "notes": list, "extra": dict, "format": str, "producer": str}
-    for name, kind in wanted.items():
-        if name in info and not isinstance(info[name], kind):
-            _fail(columns, f"info.{name} in its header is not a {kind.__name__}")
-    for name in ("step", "world_size"):
-        if info.get(name) is not None and type(info[name]) is not int:
-            _fail(columns, f"info.{name} in its header is not a number")
-    mesh = info.get("mesh")
-    if mesh is not None:
-        shape = mesh.get("shape") if isinstance(mesh, dict) else None
-        if not isinstance(shape, list) or not all(type(n) is int for n in shape) or not _texts(mesh.get("names")):
-            _fail(columns, "info.mesh in its header is malformed")
-    if not all(type(n) is int for n in info.get("files", {}).values()):
-        _fail(columns, "info.files in its header is malformed")
-    if not _texts(info.get("notes", [])):
-        _fail(columns, "info.notes in its header is malformed")
-    opaque = info.get("extra", {}).get("opaque", {})
-    if not isinstance(opaque, dict) or not _texts(list(opaque.values())):
+    stated, file = columns.field("info", dict), f"{columns.file}: info"
+    info = {name: field_of({"mesh": None, **stated}, name, check, file) for name, check in _INFO.items()}
+    opaque = info["extra"].get("opaque", {})
+    if not isinstance(opaque, dict) or not is_texts(list(opaque.values())):
         _fail(columns, "info.extra.opaque in its header is malformed")
-    for path in (*info.get("files", {}), *info.get("side_files", ())):
-        if not isinstance(path, str):
-            _fail(columns, "a path in its header is not a string")
+    for path in (*info["files"], *info["side_files"]):
         checked_path(path)
-    return CatalogInfo(
-        str(info.get("format", "ckptkit")),
-        str(info.get("producer", "")),
-        info.get("step"),
-        info.get("world_size"),
-        None if mesh is None else MeshInfo(tuple(mesh["shape"]), tuple(mesh["names"])),
-        dict(info.get("files", {})),
-        tuple(info.get("side_files", ())),
-        tuple(info.get("notes", ())),
-        dict(info.get("extra", {})),
-    )
+    mesh = info["mesh"] and MeshInfo(tuple(info["mesh"]["shape"]), tuple(info["mesh"]["names"]))
+    texts = {name: tuple(info[name]) for name in ("side_files", "notes")}
+    return CatalogInfo(**{**info, **texts, "mesh": mesh})
 
 
 class Entries(Mapping[str, TensorEntry]):

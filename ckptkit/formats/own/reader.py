@@ -31,6 +31,7 @@ from ckptkit.formats.own.record import (
 from ckptkit.storage.pool import WorkerPool
 from ckptkit.storage.staging import leftover_of
 from ckptkit.storage.store import Store
+from ckptkit.units import first_few
 
 OBJECTS_NAME = "objects.json"
 _STORED_AS_OBJECT = "was stored as an object of its class"
@@ -244,9 +245,8 @@ def _differing(names: Iterable[str]) -> tuple[str, ...]:
     found = sorted(key for key in own if role_of(key)[0] is Role.MODEL)
     if not found:
         return ()
-    more = f" and {len(found) - 3} more" if len(found) > 3 else ""
-    shown = ", ".join(found[:3]) + more
-    return (f"{shown} differ between ranks: exports, and loads on another number of ranks, get one rank's values",)
+    keys = first_few(found, 3)
+    return (f"{keys} differ between ranks: exports, and loads on another number of ranks, get one rank's values",)
 
 
 def _json_objects(data: bytes, path: str) -> dict[str, ObjectEntry]:

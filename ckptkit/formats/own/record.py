@@ -6,7 +6,7 @@ import dataclasses
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from typing import Any
@@ -23,7 +23,19 @@ from ckptkit.errors import (
     UsageError,
     command_line,
 )
-from ckptkit.formats.own.json import check_json, parse
+from ckptkit.formats.own.json import (
+    MESH,
+    NULL,
+    TABLE,
+    TEXT,
+    TEXT_OR_NONE,
+    Check,
+    check_json,
+    field_of,
+    matching,
+    parse,
+    whole_number,
+)
 from ckptkit.formats.own.outline import PREFIX
 from ckptkit.storage.store import Store, checked_path, is_safe_name
 
@@ -219,7 +231,7 @@ class CommitRecord:
         body = parse(data, file=file)
         if not isinstance(body, dict):
             raise CorruptCheckpointError(f"{file} contains a JSON {type(body).__name__}, expected an object.")
-        match = _FORMAT.fullmatch(_field(body, "format", _TEXT, file))
+        match = _FORMAT.fullmatch(field_of(body, "format", TEXT, file))
         if match is None or int(match[1]) < 1:
             raise CorruptCheckpointError(f"{file}: format is {body['format']!r}, expected {FORMAT!r}.")
         if int(match[1]) > 1:
@@ -227,26 +239,26 @@ class CommitRecord:
                 f"{file} has format {body['format']!r}; this ckptkit reads {FORMAT!r}. A newer ckptkit wrote it: "
                 "upgrade."
             )
-        stated = _field(body, "self", _SELF, file)
+        stated = field_of(body, "self", _SELF, file)
         found = _self_digest({name: value for name, value in body.items() if name != "self"})
         if stated != found:
             raise IntegrityError(
                 f"{file}: checksum mismatch: expected {stated}, found {found}. The file was changed or damaged."
             )
-        known = {name: _field(body, name, check, file) for name, check in _FIELDS.items()}
-        for name, check in (("metrics", _METRIC), ("versions", _TEXT)):
+        known = {name: field_of(body, name, check, file) for name, check in _FIELDS.items()}
+        for name, check in (("metrics", _METRIC), ("versions", TEXT)):
             for item in known[name]:
-                _field(known[name], item, check, f"{file}: {name}")
+                field_of(known[name], item, check, f"{file}: {name}")
         files = {}
         for path in known["files"]:
             try:
                 checked_path(path)
             except UnsafePathError as error:
                 raise UnsafePathError(f"{file}: {error}") from error
-            item, where = _field(known["files"], path, _TABLE, f"{file}: files"), f"{file}: files[{path!r}]"
+            item, where = field_of(known["files"], path, TABLE, f"{file}: files"), f"{file}: files[{path!r}]"
             outlined = "outline" in item and DIGEST not in item
-            digest = _field(item, "outline" if outlined else DIGEST, _HEX, where)
-            files[path] = FileRecord(_field(item, "nbytes", _BYTES, where), digest, outlined)
+            digest = field_of(item, "outline" if outlined else DIGEST, _HEX, where)
+            files[path] = FileRecord(field_of(item, "nbytes", _BYTES, where), digest, outlined)
         record = cls(**{
             **known,
             "created": _time_value(known["created"]),
@@ -258,26 +270,6 @@ class CommitRecord:
         return record
 
 
-# What a field must be: a description, its Python types, and a test that returns None or False for a wrong value.
-_Check = tuple[str, tuple[type, ...], Callable[[Any], Any] | None]
-
-
-def _whole(most: int) -> _Check:
-    return f"a whole number from 0 to {most}", (int,), range(most + 1).__contains__
-
-
-def _matching(pattern: str) -> _Check:
-    return f"a string that matches {pattern}", (str,), re.compile(pattern).fullmatch
-
-
-def _is_mesh(mesh: Any) -> bool:
-    shape, names = mesh.get("shape"), mesh.get("names")
-    if not isinstance(shape, list) or not isinstance(names, list) or len(shape) != len(names):
-        return False
-    sizes = all(type(size) is int and 0 < size < 2**31 for size in shape)
-    return sizes and all(isinstance(name, str) for name in names)
-
-
 def _time_value(text: Any) -> float | None:
     try:
         return datetime.strptime(text, _TIME).replace(tzinfo=timezone.utc).timestamp()
@@ -285,53 +277,38 @@ def _time_value(text: Any) -> float | None:
         return None
 
 
-_NULL = type(None)
-_TEXT: _Check = "a string", (str,), None
-_TEXT_OR_NONE: _Check = "a string or null", (str, _NULL), None
-_TABLE: _Check = "an object", (dict,), None
-_METRIC: _Check = (
+_METRIC: Check = (
     "a number",
     (int, float, str),
     lambda value: value in _NOT_FINITE if isinstance(value, str) else abs(value) < 2**1023,
 )
-_SELF = _matching(rf"{DIGEST}:[0-9a-f]{{16}}")
-_HEX = _matching("[0-9a-f]{16}")
-_BYTES = _whole(2**62)
-_FIELDS: Mapping[str, _Check] = {
-    "step": _whole(_MAX_STEP),
-    "tag": _TEXT_OR_NONE,
-    "save_id": _matching(_NONCE.pattern),
-    "sequence": _whole(2**62),
-    "data": _matching(f"({_NONCE.pattern})?"),
+_SELF = matching(rf"{DIGEST}:[0-9a-f]{{16}}")
+_HEX = matching("[0-9a-f]{16}")
+_BYTES = whole_number(2**62)
+_FIELDS: Mapping[str, Check] = {
+    "step": whole_number(_MAX_STEP),
+    "tag": TEXT_OR_NONE,
+    "save_id": matching(_NONCE.pattern),
+    "sequence": whole_number(2**62),
+    "data": matching(f"({_NONCE.pattern})?"),
     "created": ("a time like 2026-01-31T12:00:00.000000Z", (str,), _time_value),
-    "state_dict_type": _matching("[a-z][a-z0-9_]{0,31}"),
-    "world_size": _whole(2**31),
-    "mesh": ('one size per name: {"shape": [2, 4], "names": ["replicate", "shard"]}', (dict, _NULL), _is_mesh),
-    "manifest": _TEXT_OR_NONE,
+    "state_dict_type": matching("[a-z][a-z0-9_]{0,31}"),
+    "world_size": whole_number(2**31),
+    "mesh": MESH,
+    "manifest": TEXT_OR_NONE,
     "total_bytes": _BYTES,
-    "metrics": _TABLE,
+    "metrics": TABLE,
     "objective": (
         "[metric, 'min' or 'max']",
-        (list, _NULL),
+        (list, NULL),
         lambda pair: len(pair) == 2 and isinstance(pair[0], str) and pair[1] in ("min", "max"),
     ),
-    "client_state": ("JSON", (dict, list, str, int, float, bool, _NULL), None),
-    "writer": _TABLE,
-    "versions": _TABLE,
-    "extra": _TABLE,
-    "files": _TABLE,
+    "client_state": ("JSON", (dict, list, str, int, float, bool, NULL), None),
+    "writer": TABLE,
+    "versions": TABLE,
+    "extra": TABLE,
+    "files": TABLE,
 }
-
-
-def _field(body: Mapping[str, Any], name: str, check: _Check, file: str) -> Any:
-    """Return a field of a JSON object after checking its type and value. Raises CorruptCheckpointError."""
-    if name not in body:
-        raise CorruptCheckpointError(f"{file}: the field {name!r} is missing.")
-    value, (expected, types, test) = body[name], check
-    found = test(value) if test is not None and value is not None and type(value) in types else True
-    if type(value) not in types or found is None or found is False:
-        raise CorruptCheckpointError(f"{file}: {name} is {value!r:.120}, expected {expected}.")
-    return value
 
 
 def _check_record(record: CommitRecord, file: str) -> None:
