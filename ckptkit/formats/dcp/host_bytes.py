@@ -116,15 +116,6 @@ def holds_tensors(value: Any, depth: int) -> bool:
     return any(holds_tensors(item, depth - 1) for item in inner)
 
 
-def is_dense(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor's values are the bytes of its own memory. Treats a meta tensor as if it had memory."""
-    import torch
-
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) and _why_not_subclass(tensor):
-        return False
-    return tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
-
-
 def is_sparse_or_quantized(tensor: torch.Tensor) -> bool:
     """Return whether a tensor of torch's own classes is sparse or quantized. `torch.save` stores such tensors exactly.
 

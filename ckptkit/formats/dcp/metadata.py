@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ckptkit.formats.dcp.records import pickled_int
+
 Int64 = npt.NDArray[np.int64]
 _MODULE = "torch.distributed.checkpoint.metadata"
 _FILESYSTEM = "torch.distributed.checkpoint.filesystem"
@@ -89,7 +91,7 @@ class MetadataPickle:
                 if isinstance(part, str):
                     self._text(part)
                 else:
-                    out += _int(part)
+                    out += pickled_int(part)
             out += b"t"
             if len(out) >= _FLUSH:
                 yield bytes(out)
@@ -124,7 +126,7 @@ class MetadataPickle:
             for tensor, chunks in zip(batch, self._chunks_of(batch), strict=True):
                 self._text(tensor.name)
                 self._head(tensor.dtype)
-                out += b"(" + b"".join(map(_int, tensor.shape)) + b"t\x85R"
+                out += b"(" + b"".join(map(pickled_int, tensor.shape)) + b"t\x85R"
                 self._text("chunks")
                 out += b"]("
                 # One ChunkStorageMetadata per slice. Its offsets are memoized for the MetadataIndex below.
@@ -168,9 +170,9 @@ class MetadataPickle:
             self._text("relative_path")
             self._text(path)
             self._text("offset")
-            out += _int(start)
+            out += pickled_int(start)
             self._text("length")
-            out += _int(length) + b"ub"
+            out += pickled_int(length) + b"ub"
 
     # --- columns
 
@@ -324,9 +326,3 @@ class _Row:
         for name, column in zip(self._fields, columns, strict=True):
             table[name] = column
         return table.tobytes()
-
-
-def _int(value: int) -> bytes:
-    if -(1 << 31) <= value < 1 << 31:
-        return b"K" + bytes([value]) if 0 <= value < 256 else b"J" + struct.pack("<i", value)
-    return b"\x8a\x08" + struct.pack("<q", value)

@@ -32,7 +32,6 @@ from ckptkit.formats.dcp.fill import part_of
 from ckptkit.formats.dcp.host_bytes import (
     are_dense,
     dtype_name,
-    is_dense,
     is_sparse_or_quantized,
     own_memory,
     why_not_dense,
@@ -157,8 +156,8 @@ class ShardedPlan:
         found = {}
         for name, value in self.flat.items():
             if name not in self.private and not isinstance(value, (DTensor, ShardedTensor)):
-                kind = (value.dtype, value.shape) if isinstance(value, torch.Tensor) and is_dense(value) else ()
-                text = repr((name, *kind))
+                dense = isinstance(value, torch.Tensor) and not why_not_dense(value)
+                text = repr((name, value.dtype, value.shape) if dense else (name,))
                 found[name] = digest_of(text.encode("utf-8", "surrogatepass"))
         return found
 
@@ -289,7 +288,7 @@ def _laid_out(
         if name in holders:
             place = holders[name].index(rank), len(holders[name])
         sharded = isinstance(value, (DTensor, ShardedTensor))
-        if not sharded and not (isinstance(value, torch.Tensor) and (plain or is_dense(value))):
+        if not sharded and not (isinstance(value, torch.Tensor) and (plain or not why_not_dense(value))):
             if name not in private:
                 shared_objects.append(name)
             if place[0] == 0:  # if ranks have different objects, the lowest rank's object is saved, as in torch

@@ -142,7 +142,7 @@ def _pickle_tensor(name: str, sizes: tuple[int, ...], itemsize: int) -> bytes:
     else:
         parts = [b"\x80\x02ctorch._utils\n_rebuild_tensor_v3\n((U\x07storage", b"ctorch.storage\nUntypedStorage\n"]
     # SHORT_BINSTRING (U): a Python 2 string with a one-byte length
-    parts += [b"U\x010", b"U\x03cpu", _int(numel if storage else numel * itemsize), b"tQK\x00"]
+    parts += [b"U\x010", b"U\x03cpu", pickled_int(numel if storage else numel * itemsize), b"tQK\x00"]
     parts += [_int_tuple(sizes), _int_tuple(row_major_strides(sizes))]
     if not storage:
         parts.append(b"\x89ccollections\nOrderedDict\n)R")  # requires_grad=False, no backward hooks
@@ -151,18 +151,19 @@ def _pickle_tensor(name: str, sizes: tuple[int, ...], itemsize: int) -> bytes:
     return b"".join(parts)
 
 
-def _int(value: int) -> bytes:
-    if value < 1 << 8:
+def pickled_int(value: int) -> bytes:
+    """Return the opcode and the bytes of an integer below 2**63."""
+    if 0 <= value < 1 << 8:
         return b"K" + struct.pack("<B", value)
-    if value < 1 << 16:
+    if 0 <= value < 1 << 16:
         return b"M" + struct.pack("<H", value)
-    if value < 1 << 31:
+    if -(1 << 31) <= value < 1 << 31:
         return b"J" + struct.pack("<i", value)
     return b"\x8a\x08" + struct.pack("<q", value)
 
 
 def _int_tuple(values: tuple[int, ...]) -> bytes:
-    body = b"".join(map(_int, values))
+    body = b"".join(map(pickled_int, values))
     if len(values) > 3:
         return b"(" + body + b"t"
     return body + (b")", b"\x85", b"\x86", b"\x87")[len(values)]

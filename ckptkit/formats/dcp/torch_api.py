@@ -63,7 +63,7 @@ from ckptkit.formats.dcp import catalog as dcp
 from ckptkit.formats.dcp.class_records import recipes_of
 from ckptkit.formats.dcp.files import write_records
 from ckptkit.formats.dcp.fill import Filler, Verify
-from ckptkit.formats.dcp.host_bytes import dtype_name, is_dense, own_memory, why_not_dense, without_subclass
+from ckptkit.formats.dcp.host_bytes import dtype_name, own_memory, why_not_dense, without_subclass
 from ckptkit.formats.dcp.index import RankPart, write_index
 from ckptkit.formats.dcp.plan import ShardedPlan, whole_record
 from ckptkit.formats.dcp.planners import DCPLoadPlanner, WriterMeta, is_itself
@@ -472,8 +472,7 @@ class _Resolved(Sequence[torch.Tensor]):
             return None
         self._known[id(item)] = tensor = cast(torch.Tensor, self.planner.resolve_data(item))
         why = why_not_dense(tensor)
-        in_parts = item.type != WriteItemType.SHARD or hasattr(tensor, "__tensor_flatten__")
-        if why and (not in_parts or is_dense(tensor)):
+        if why and item.type == WriteItemType.SHARD and not hasattr(tensor, "__tensor_flatten__"):
             raise SaveError(f"{item.index.fqn}: it {why}.")
         return whole_record(item.index.fqn, tensor) if why else None
 
@@ -644,8 +643,8 @@ class DCPReader(StorageReader):
             begin = item.storage_index.offset or (0,) * target.dim()
             offsets = tuple(a + b for a, b in zip(begin, item.storage_offsets, strict=True))
             filler.add(entry, Box(offsets, tuple(target.shape)), memory)
-            if not is_dense(memory):
-                raise CheckpointMismatchError(f"tensor {item.dest_index.fqn!r} of the state {why_not_dense(memory)}.")
+            if why := why_not_dense(memory):
+                raise CheckpointMismatchError(f"tensor {item.dest_index.fqn!r} of the state {why}.")
             filled.append((item, target))
         _check_filled(filled, planner)
         filler.plan()

@@ -26,6 +26,7 @@ from ckptkit.formats.own.manifest import PLACEMENTS
 from ckptkit.storage.local import LocalStore
 from tests.checkpoint.full_disk import disk
 from tests.formats.dcp_states import state
+from tests.formats.interop_cases import blank
 from tests.formats.sharded import (
     all_gather,
     assert_reads,
@@ -287,11 +288,21 @@ def test_long_runs_of_columns_are_read_without_the_gaps(tmp_path):
 @pytest.mark.parametrize("nbytes", [40, 40_000, 4_000_000])
 @pytest.mark.parametrize("verify", ["read", "full"])
 def test_a_flipped_byte_is_found_and_named(tmp_path, nbytes, verify):
-    write_alone({"model": {"w": torch.ones(nbytes // 4)}}, tmp_path)
+    others = {f"v{i}": torch.full((5, 3), float(i)) for i in range(20)}  # read together with a small tensor
+    write_alone({"model": {"w": torch.ones(nbytes // 4), **others}}, tmp_path)
     part = catalog_of(tmp_path).tensors["model.w"].slices[0]
     flip(tmp_path / part.path, part.start + nbytes // 2)
     with pytest.raises(IntegrityError, match=r"__0_0\.distcp: .*'model\.w'"):
-        read_alone(tmp_path, {"model": {"w": torch.zeros(nbytes // 4)}}, verify=Verify(verify))
+        read_alone(tmp_path, {"model": {"w": torch.zeros(nbytes // 4), **blank(others)}}, verify=Verify(verify))
+
+
+def test_damage_is_loaded_without_verification(tmp_path):
+    write_alone({"step": torch.tensor(7)}, tmp_path)
+    part = catalog_of(tmp_path).tensors["step"].slices[0]
+    flip(tmp_path / part.path, part.start)
+    target = {"step": torch.tensor(0)}
+    read_alone(tmp_path, target, verify=Verify.OFF)
+    assert int(target["step"]) == 6
 
 
 def test_full_verification_finds_damage_outside_of_the_needed_bytes(tmp_path):
