@@ -89,8 +89,7 @@ def _lines(report: InspectReport) -> list[str]:
             cuts = [f"{cut} ({count})" for cut, count in sorted(section.placements.items(), key=lambda item: -item[1])]
             lines.append(f"  {'':<10} sharding: {first_few(cuts, 4)}")
     if report.objects:
-        names = ", ".join(report.objects[:4]) + ", ..." * (len(report.objects) > 4)
-        lines.append(f"  {'objects':<10} {len(report.objects):>6}  {names}")
+        lines.append(f"  {'objects':<10} {len(report.objects):>6}  {first_few(report.objects, 4)}")
     lines += [f"  tied: {name} is {kept}" for name, kept in report.tied.items()]
     if report.tensors:
         lines.append("")

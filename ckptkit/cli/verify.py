@@ -17,6 +17,7 @@ from ckptkit.cli.frame import (
 )
 from ckptkit.cli.options import Count
 from ckptkit.errors import CorruptCheckpointError, command_line
+from ckptkit.units import first_few
 
 if TYPE_CHECKING:
     from ckptkit.offline.verify import Problem, VerifyReport
@@ -73,7 +74,6 @@ def _lines(report: VerifyReport) -> list[str]:
         lines += [f"bad: {problem.message}" for problem in problems[:SHOWN_OF_A_FILE]]
         more = [problem.tensor for problem in problems[SHOWN_OF_A_FILE:]]
         if more:
-            named = ", ".join(more[:3]) + ", ..." * (len(more) > 3)
-            lines.append(f"bad: {path}: {len(more)} more problems ({named}); --json lists all")
+            lines.append(f"bad: {path}: {len(more)} more problems ({first_few(more, 3)}); --json lists all")
     lines += [f"not interpreted: {name} {why}" for name, why in report.uninterpreted.items()]
     return [*lines, report.summary()]

@@ -200,17 +200,17 @@ def conclude(
     copied, record = outcome.copied, outcome.record
     facts = [str(copied.covered)]
     if copied.records:
-        facts.append(f"{copied.records} source digest{'s' * (copied.records != 1)} checked")
+        facts.append(f"{counted(copied.records, 'source digest')} checked")
     elif not how.check:
         facts.append("source digests not checked (--no-check)")
     if outcome.masters:
-        facts.append(f"{outcome.masters} weight{'s' * (outcome.masters != 1)} equal to the cast fp32 master")
+        facts.append(f"{counted(outcome.masters, 'weight')} equal to the cast fp32 master")
     facts += [f"names and shapes match {compared}"] if compared else []
     facts += [outcome.looked] if outcome.looked else []
     if outcome.verified is not None:
         facts.append(f"{outcome.verified}/{planned.tensors} tensors equal to the source")
     if record is not None:
-        facts.append(f"committed as step {record.step} of {record.world_size} rank{'s' * (record.world_size != 1)}")
+        facts.append(f"committed as step {record.step} of {counted(record.world_size, 'rank')}")
     return replace(
         planned,
         nbytes_read=copied.nbytes_read,

@@ -27,7 +27,7 @@ from ckptkit.offline.publish import Options, OutputPlace, open_target, options_o
 from ckptkit.offline.reading import open_pinned, reads_checkpoints
 from ckptkit.offline.serving import serving
 from ckptkit.storage.retry import patient
-from ckptkit.units import parse_size
+from ckptkit.units import first_few, parse_size
 
 if TYPE_CHECKING:
     from ckptkit.catalog.entry import Catalog
@@ -382,8 +382,7 @@ def _notes(source: Source, export: HFExport, plan: Plan) -> tuple[str, ...]:
     written |= {name.partition(":")[2].strip() for name in written if source.joined}  # "source 1: NAME" means NAME
     tied = list(dict.fromkeys(pair for item in source.checkpoints for pair in _tied(item.catalog, written)))
     if tied:
-        more = f", ... ({len(tied)})" if len(tied) > 3 else ""
-        notes.append(f"tied in the source, and written under one name only: {', '.join(tied[:3])}{more}")
+        notes.append(f"tied in the source, and written under one name only: {first_few(tied, 3)}")
     if plan.leftovers:
         counts = (f"{len(names)} ({reason}{_groups(names, reason)})" for reason, names in plan.left_over().items())
         notes.append(f"tensors skipped: {', '.join(counts)}")
@@ -405,4 +404,4 @@ def _groups(names: Sequence[str], reason: str) -> str:
     Components that the reason already contains are omitted. Returns "" if none is left.
     """
     found = [group for group in dict.fromkeys(name.partition(".")[0] for name in names) if group not in reason]
-    return ", in " + ", ".join(found[:3]) + (", ..." if len(found) > 3 else "") if found else ""
+    return f", in {first_few(found, 3)}" if found else ""

@@ -53,7 +53,7 @@ from ckptkit.storage.open import open_store
 from ckptkit.storage.publish import check_writable
 from ckptkit.storage.retry import patient
 from ckptkit.storage.store import Store, split_url
-from ckptkit.units import format_duration, format_size, parse_size
+from ckptkit.units import counted, first_few, format_duration, format_size, parse_size
 
 SCHEMA = "ckptkit.copy/1"
 _PINNED = 64  # maximum number of checkpoints to pin at once; each pin needs a thread that renews it
@@ -133,12 +133,11 @@ class Copied:
         for item in self.checkpoints:
             lines += [f"note: {note}" for note in item.notes]
             if item.left_out:
-                names = ", ".join(list(item.left_out)[:5]) + ", ..." * (len(item.left_out) > 5)
                 why = next(iter(item.left_out.values()))
-                lines.append(f"left out of {item.src}: {names} ({why})")
+                lines.append(f"left out of {item.src}: {first_few(list(item.left_out))} ({why})")
             if self.run:
                 state = "there already" if item.there else "would be copied" if self.dry_run else "copied"
-                lines.append(f"{state:<15}  {item.dst}  {_files(item.files)}, {format_size(item.nbytes)}")
+                lines.append(f"{state:<15}  {item.dst}  {counted(item.files, 'file')}, {format_size(item.nbytes)}")
         if self.dry_run:
             faults = [*(fault for item in self.checkpoints for fault in item.faults), *self.faults]
             lines += [f"would fail: {fault}" for fault in dict.fromkeys(faults)]
@@ -150,8 +149,8 @@ class Copied:
 
     def _counted(self) -> str:
         new = [item for item in self.checkpoints if not item.there]
-        counts = f"{_files(sum(item.files for item in new))}, {format_size(self.nbytes)}"
-        return f"{len(new)} checkpoint{'s' * (len(new) != 1)}, {counts}" if self.run else counts
+        counts = f"{counted(sum(item.files for item in new), 'file')}, {format_size(self.nbytes)}"
+        return f"{counted(len(new), 'checkpoint')}, {counts}" if self.run else counts
 
     def proof(self) -> str:
         """Return one line that lists the checks that passed."""
@@ -159,9 +158,10 @@ class Copied:
         digests, unproved = sum(item.digests for item in new), sum(item.unproved for item in new)
         facts: list[str] = []
         if new:
-            facts = [f"{_files(sum(item.files for item in new))}, {format_size(self.nbytes)}, each byte written once"]
+            files = counted(sum(item.files for item in new), "file")
+            facts = [f"{files}, {format_size(self.nbytes)}, each byte written once"]
         if digests:
-            facts.append(f"{digests} source digest{'s' * (digests != 1)} checked")
+            facts.append(f"{counted(digests, 'source digest')} checked")
         if new and all(item.verified for item in new):
             facts.append("the copy is equal to the source")
         if len(new) < len(self.checkpoints):
@@ -175,10 +175,6 @@ class Copied:
     def to_json(self) -> dict[str, Any]:
         """Return the report as plain JSON values (schema "ckptkit.copy/1")."""
         return {"schema": SCHEMA, "nbytes": self.nbytes, **plain(self)}
-
-
-def _files(count: int) -> str:
-    return f"{count} file{'s' * (count != 1)}"
 
 
 @patient()
@@ -508,7 +504,7 @@ def _copy_run(src: str, dst: str, inventory: Inventory, how: How, reading: ReadO
     clashes = [item for item in todo if item.name in known]
     faults = [*_faults(here, dst, todo, clashes, half, overwrite=how.overwrite)]
     stay = [name for name in known if inventory.find(name) is None]
-    shown = f"DST also has {', '.join(stay[:5])}{', ...' * (len(stay) > 5)}, which SRC does not have; they stay"
+    shown = f"DST also has {first_few(stay)}, which SRC does not have; they stay"
     if not how.dry_run:  # a dry run checks each checkpoint's destination separately
         if faults:
             raise faults[0]
@@ -552,10 +548,9 @@ def _copy_run(src: str, dst: str, inventory: Inventory, how: How, reading: ReadO
             write_hint(here, newest.name if newest is not None else "")
     if damaged and not how.dry_run:
         name, first = next(iter(damaged.items()))
-        more = f" Also not copied: {', '.join(list(damaged)[1:4])}." if len(damaged) > 1 else ""
+        more = f" Also not copied: {first_few(list(damaged)[1:], 3)}." if len(damaged) > 1 else ""
         raise type(first)(
-            f"{name} was not copied; {dst} has {len(copies)} other complete checkpoint{'s' * (len(copies) != 1)}."
-            f"{more} {first}"
+            f"{name} was not copied; {dst} has {counted(len(copies), 'other complete checkpoint')}.{more} {first}"
         ) from first
     pinned_names = tuple(item.name for item in inventory.committed if item.name in pins)
     faults += damaged.values()
@@ -633,7 +628,7 @@ def _faults(
         check_state_directory(here)
     except OSError as error:
         yield error
-    names = ", ".join([item.name for item in clashes if item.name not in half][:5])
+    names = first_few([item.name for item in clashes if item.name not in half])
     for name, why in half.items() if not overwrite else ():
         yield CheckpointExistsError(
             f"{dst}/{name} already exists, but it is incomplete: {why}. Nothing was written. To copy it again, pass "

@@ -187,8 +187,7 @@ def look_ahead(
 def _committed(item: Committed, decision: Decision, now: float, gap: int, kept_files: tuple[str, ...]) -> Listed:
     record, why = item.record, decision.reason
     if kept_files:
-        more = f", ... ({len(kept_files)} files)" if len(kept_files) > 3 else ""
-        why += f"; these files stay, because its record does not name them: {', '.join(kept_files[:3])}{more}"
+        why += f"; these files stay, because its record does not name them: {first_few(kept_files, 3)}"
     age_s = max(0.0, now - record.created) if record.created else None
     return Listed(
         item.name, "committed", record.step, record.total_bytes, record.state_dict_type, record.world_size,
@@ -212,26 +211,24 @@ def nothing_of_ours(
     """
     found = root.info("")
     above, _, name = url.rstrip("/").rpartition("/")
-    if found is None and above and resolve_url(url, storage_options=storage_options) != url:
-        return f"{url} is one checkpoint; to list its run: {command_line('ls', above)}"
+    is_file = found is not None and found.kind != "directory"
+    if found is None:
+        is_one = bool(above) and resolve_url(url, storage_options=storage_options) != url
+    else:
+        is_one = name == LATEST_HINT if is_file else root.info(RECORD_NAME) is not None
+    if is_one:
+        return f"{url} is one checkpoint; to list its run: {command_line('ls', above or '.')}"
     if found is None:
         from ckptkit.formats.detect import not_there  # imported lazily, because it imports numpy
 
         missing = not_there(url, root.url) if is_directory(root) else f"{url} does not exist."
         return f"{missing} The root of a run is the directory that contains step_... directories."
     look = f"To inspect another system's checkpoint: {command_line('inspect', url)}"
-    if found.kind != "directory" and name == LATEST_HINT:
-        return f"{url} is one checkpoint; to list its run: {command_line('ls', above)}"
-    if found.kind != "directory":
+    if is_file:
         return f"{url} is a file, not the root of a run. {look}"
-    if root.info(RECORD_NAME) is not None:
-        see = command_line("inspect", url)
-        return f"{url} is one checkpoint, not a run: give the directory above it. To see what is in it: {see}"
-    found_here = inventory.skipped + inventory.in_progress
-    if found_here:
-        first, more = found_here[0].path, f", and {len(found_here) - 1} more" * (len(found_here) > 1)
+    if found_here := [item.path for item in inventory.skipped + inventory.in_progress]:
         see = command_line("ls", "--all", url)
-        return f"{url} contains no usable checkpoint, only {first}{more}. To see what is wrong: {see}"
+        return f"{url} contains no usable checkpoint, only {first_few(found_here, 1)}. To see what is wrong: {see}"
     if not inventory.foreign:
         return f"{url} is empty: it contains no checkpoint."
     return f"{url} contains no ckptkit checkpoint. It contains {first_few(inventory.foreign)}. {look}"

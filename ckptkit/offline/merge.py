@@ -336,10 +336,10 @@ def _refuse_parts(opened: Sequence[Source], parts: Sequence[HFExport]) -> None:
         recipes = recipes_of(source.catalog)
         outers = {outer_name(key, recipes) for tensor in part.tensors for key in tensor.sources} if recipes else set()
         if found := sorted(outers & recipes.keys()):
-            shown = ", ".join(found[:_NAMED]) + (", ..." if len(found) > _NAMED else "")
             raise UnsupportedFormatError(
-                f"{source.url}: {counted(len(found), 'weight')} of torchao: {shown}. The average of quantized weights "
-                "is not that of their codes and scales: merge weights that are not quantized, or --exclude these."
+                f"{source.url}: {counted(len(found), 'weight')} of torchao: {first_few(found)}. The average of "
+                "quantized weights is not that of their codes and scales: merge weights that are not quantized, or "
+                "--exclude these."
             )
 
 

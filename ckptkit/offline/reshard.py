@@ -22,7 +22,7 @@ from ckptkit.offline.resharding.mesh import TargetMesh, TPPlan
 from ckptkit.offline.resharding.plan import Identity, plan_reshard
 from ckptkit.offline.vocabulary import NewRows, VocabSize
 from ckptkit.storage.retry import patient
-from ckptkit.units import parse_size
+from ckptkit.units import first_few, parse_size
 
 if TYPE_CHECKING:
     from ckptkit.formats.detect import Source
@@ -125,8 +125,7 @@ def _notes(source: Source, plan: Plan, identity: Identity) -> tuple[str, ...]:
     if not identity.known:
         notes.append("the source does not record its step, so the result is step 0; to set it, name DST step_<N>")
     for reason, names in plan.left_over().items():
-        shown = ", ".join(names[:3]) + (f", ... ({len(names)})" if len(names) > 3 else "")
-        notes.append(f"skipped: {shown}: {reason}")
+        notes.append(f"skipped: {first_few(names, 3)}: {reason}")
     return tuple(dict.fromkeys(notes))
 
 

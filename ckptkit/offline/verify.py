@@ -37,7 +37,7 @@ from ckptkit.storage.coalesce import BlockReader
 from ckptkit.storage.pool import WorkerPool
 from ckptkit.storage.retry import patient
 from ckptkit.storage.store import Store
-from ckptkit.units import counted, format_size, parse_size
+from ckptkit.units import counted, first_few, format_size, parse_size
 
 SCHEMA = "ckptkit.verify/1"
 _CHUNK = 4 << 20
@@ -90,30 +90,25 @@ class VerifyReport:
     def summary(self) -> str:
         """Return one line that says what was verified and what could not be verified."""
         if self.problems:
-            count = len(self.problems)
             if all(isinstance(problem, UnreadableFile) for problem in self.problems):
-                return f"not verified: {count} file{'s' * (count != 1)} of {self.url} can't be read"
-            return f"damaged: {count} problem{'s' * (count != 1)} in {self.url}"
-        counts = {"file": self.files, "tensor": self.tensors}
-        parts = [f"{n} {what}{'s' * (n != 1)}" for what, n in counts.items()]
-        parts[-1] += " complete"
+                return f"not verified: {counted(len(self.problems), 'file')} of {self.url} can't be read"
+            return f"damaged: {counted(len(self.problems), 'problem')} in {self.url}"
+        parts = [counted(self.files, "file"), f"{counted(self.tensors, 'tensor')} complete"]
         if self.digests:
             read = format_size(self.checked_bytes)
             parts.append(f"{counted(self.digests, 'digest')} equal ({', '.join(self.algorithms)}, {read})")
         elif self.quick:
             parts.append("contents not read (--quick)")
         if self.unproved_bytes and not self.quick:
-            files = ", ".join(self.unproved_files[:3]) + ", ..." * (len(self.unproved_files) > 3)
             parts.append(
-                f"not proved: {format_size(self.unproved_bytes)} in {files} without a recorded digest (sizes "
-                "and coverage are correct)"
+                f"not proved: {format_size(self.unproved_bytes)} in {first_few(self.unproved_files, 3)} without a "
+                "recorded digest (sizes and coverage are correct)"
             )
         if self.doubt:
             parts.append(f"not proved: {self.doubt}")
         if self.uninterpreted:
-            count = len(self.uninterpreted)
             checked = "only their presence was checked" if self.quick else "only their CRC-32 was checked"
-            parts.append(f"{count} record{'s' * (count != 1)} could not be interpreted ({checked})")
+            parts.append(f"{counted(len(self.uninterpreted), 'record')} could not be interpreted ({checked})")
             return "intact as far as it can be checked: " + ", ".join(parts)
         return "ok: " + ", ".join(parts)
 
@@ -354,8 +349,7 @@ def _tensors_of(catalog: Catalog, path: str, size: int = 0) -> str:
         mine = (slices.files == slices.paths.index(path)) if path in slices.paths else None
         if mine is not None and bool((mine & (slices.starts + slices.nbytes > size)).any()):
             names.append(entry.name)
-    more = f", ... ({len(names)} tensors)" if len(names) > 4 else ""
-    return f"{', '.join(names[:4])}{more}"
+    return first_few(names, 4)
 
 
 def _sums(store: Store, catalog: Catalog) -> tuple[dict[str, Digest], list[Problem]]:

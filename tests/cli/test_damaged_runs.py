@@ -125,7 +125,7 @@ def test_a_run_whose_records_are_damaged_is_not_called_empty(root):
     shown = run("ls", root).output  # a renamed directory: its record is lost, and belongs to no other
     assert all(name in shown for name in ("before-decay", BEFORE, NEWEST)), shown
     refused = ran("prune", root, "--max-num", "1", code=1)
-    assert "contains no usable checkpoint, only before-decay, and" in refused and "It is empty" not in refused
+    assert "contains no usable checkpoint, only before-decay and 2 more." in refused and "It is empty" not in refused
     assert f"ckptkit ls --all {root}" in refused
 
 

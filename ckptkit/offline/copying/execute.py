@@ -24,7 +24,7 @@ from ckptkit.offline.copying.sinks import LocalSink
 from ckptkit.offline.copying.streams import StreamWriter
 from ckptkit.storage.local import is_directory
 from ckptkit.storage.store import Store
-from ckptkit.units import format_size
+from ckptkit.units import counted, first_few, format_size
 
 if TYPE_CHECKING:
     from ckptkit.storage.journal import Journal
@@ -38,7 +38,6 @@ DEFAULT_MAX_MEMORY = 512_000_000
 _CHUNK = 512 << 10
 _REMOTE_CHUNK = 8 << 20
 _TILE = 4 << 20
-_NAMED = 5
 _WIDER = {"float16": "bf16", "bfloat16": "fp32", "float32": "fp64"}
 
 
@@ -96,13 +95,10 @@ class CopyReport:
         found = []
         for dtype in dict.fromkeys(dtype for _, dtype in self.infinite):
             counts = {name: count for (name, of), count in self.infinite.items() if of == dtype}
-            total = sum(counts.values())
-            shown = ", ".join(f"{name} ({count})" for name, count in list(counts.items())[:_NAMED])
-            more = f", ... ({len(counts)} tensors)" if len(counts) > _NAMED else ""
-            many = f"{total} elements are" if total > 1 else "1 element is"
+            shown = first_few([f"{name} ({count})" for name, count in counts.items()])
             found.append(
-                f"{many} beyond the range of {dtype} and became infinite: {shown}{more}. Use --dtype {_WIDER[dtype]} "
-                "to keep them finite."
+                f"{counted(sum(counts.values()), 'element', 'are')} beyond the range of {dtype} and became infinite: "
+                f"{shown}. Use --dtype {_WIDER[dtype]} to keep them finite."
             )
         return tuple(found)
 

@@ -22,7 +22,7 @@ from ckptkit.catalog.entry import Catalog, TensorEntry
 from ckptkit.catalog.targets import Target
 from ckptkit.errors import NoSpaceError
 from ckptkit.storage.store import Store
-from ckptkit.units import counted, format_size
+from ckptkit.units import counted, first_few, format_size
 
 if TYPE_CHECKING:
     from ckptkit.formats.hf.header import FileLayout
@@ -274,7 +274,7 @@ class Plan:
             if isinstance(tensor, ComputedTensor):
                 made = f"{tensor.label} of ({', '.join(sources)})"
             else:
-                made = ", ".join(sources[:3]) + (f", ... ({len(sources)} sources)" if len(sources) > 3 else "")
+                made = first_few(sources, 3)
             name = made if made == tensor.name else f"{made} -> {tensor.name}"
             origin = "+".join(dict.fromkeys(entry.dtype for entry in entries))
             dtype = origin if origin == tensor.dtype else f"{origin} -> {tensor.dtype}"
@@ -283,9 +283,9 @@ class Plan:
                 places = f"{self.files[file].path} @ {start}"
             else:
                 files = [self.files[i].path for i in sorted(set(placement.files.tolist()))]
-                nbytes, places = int(placement.nbytes().sum()), f"{len(placement)} boxes in {_listed(files)}"
+                nbytes, places = int(placement.nbytes().sum()), f"{len(placement)} boxes in {first_few(files, 3)}"
             shape = f"{list(tensor.shape)} {format_size(nbytes)}"
-            yield f"{name}  {dtype} {shape}  {places}  from {_listed(_source_files(entries))}"
+            yield f"{name}  {dtype} {shape}  {places}  from {first_few(_source_files(entries), 3)}"
         for item in self.files:
             yield f"{item.path}  {format_size(item.nbytes)}"
         for reason, names in self.left_over().items():
@@ -315,10 +315,6 @@ class Plan:
             "missing": list(self.missing),
             "notes": list(self.notes),
         }
-
-
-def _listed(files: Sequence[str]) -> str:
-    return ", ".join(files[:3]) + (f", ... ({len(files)} files)" if len(files) > 3 else "")
 
 
 def _source_files(entries: Sequence[TensorEntry]) -> list[str]:

@@ -22,6 +22,7 @@ from ckptkit.offline.copying.plan import ComputedTensor, OutputTensor
 from ckptkit.offline.export import merge_formulas
 from ckptkit.offline.export.adapters import AdapterSplit, LoraPair, is_of_parameter, scaling, target_parameters
 from ckptkit.offline.export.merge_formulas import Formula
+from ckptkit.units import first_few
 
 if TYPE_CHECKING:
     import torch
@@ -554,7 +555,7 @@ class _Changes:
                 f"the adapter config's trainable_token_indices select {len(indices)} rows of {module!r} "
                 f"{list(weight.shape)}, but the trained rows in the checkpoint are {list(rows.shape)}."
             )
-        label = f"W with rows {', '.join(map(str, indices[:4]))}{', ...' if len(indices) > 4 else ''} of the adapter"
+        label = f"W with rows {first_few(list(map(str, indices)), 4)} of the adapter"
         formula = partial(merge_formulas.tokens, indices=indices)
         self._add(f"{module}.weight", Change((rows,), formula, label, True, 8))
 

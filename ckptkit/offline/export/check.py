@@ -11,7 +11,7 @@ from typing import Any
 from ckptkit.catalog.targets import Target
 from ckptkit.offline.export.base import BaseModel, WantedTensor
 from ckptkit.offline.export.tied import config_ties, tied_pairs
-from ckptkit.units import counted
+from ckptkit.units import counted, first_few
 
 _log = logging.getLogger(__name__)
 _SHOWN = 5  # maximum number of faults to show per kind
@@ -86,7 +86,7 @@ def absent_layers(names: Iterable[str], config: Mapping[str, Any]) -> tuple[str,
     if type(count) is not int or not found or count > 100_000:
         return ()
     absent = [number for number in range(count) if number not in found]
-    shown = ", ".join(map(str, absent[:4])) + (", ..." if len(absent) > 4 else "")
+    shown = first_few(list(map(str, absent)), 4)
     return (f"missing: layers {shown}: the config has num_hidden_layers {count}",) if absent else ()
 
 

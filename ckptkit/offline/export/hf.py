@@ -229,9 +229,8 @@ def _map_names(draft: _Draft) -> None:
             if target.dtype != target.source_dtype and _cast(target, options.dtype).dtype != target.dtype
         ]
         if cast:
-            more = f", ... ({len(cast)} tensors)" if len(cast) > 3 else ""
             draft.notes.append(
-                f"--dtype {options.dtype} overrides the casts of key map {key_map.name}: {', '.join(cast[:3])}{more}"
+                f"--dtype {options.dtype} overrides the casts of key map {key_map.name}: {first_few(cast, 3)}"
             )
 
 
@@ -461,9 +460,8 @@ def _finish(draft: _Draft, tensors: dict[str, OutputTensor], kind: Literal["mode
 def _compared_with(draft: _Draft) -> str:
     if not draft.base.wanted:
         return ""
-    return draft.base.where + (
-        f" (except {len(draft.extra)} additional tensor{'s' * (len(draft.extra) != 1)})" if draft.extra else ""
-    )
+    more = f" (except {counted(len(draft.extra), 'additional tensor')})" if draft.extra else ""
+    return f"{draft.base.where}{more}"
 
 
 # --- rules
