@@ -10,8 +10,8 @@ class ReadOptions:
     """Options for all readers. Each reader uses only the options that concern its format.
 
     Attributes:
-        layout: URL of a JSON file with the names and shapes in each flat parameter (FSDP1 LOCAL state).
-        shapes: URL of a JSON object with the shape of each parameter, for formats that record only sizes.
+        layout: URL of a JSON file with the names and shapes in each flat parameter (FSDP1 LOCAL state), or with the
+            shape of each parameter, in module order.
         base: Hugging Face directory of the model, with the config and the expected names.
         strip_prefix: Prefix to strip from model names, after known wrapper prefixes have been stripped.
         allow_pickle: Accept torch.save files whose pickles refer to classes outside the allow-list. No code is run.
@@ -19,7 +19,6 @@ class ReadOptions:
     """
 
     layout: str | None = None
-    shapes: str | None = None
     base: str | None = None
     strip_prefix: str | None = None
     allow_pickle: bool = False

@@ -105,7 +105,7 @@ def test_shapes_in_module_order_replace_a_layout(local, tmp_path):
         prefix = unit.removesuffix("_flat_param")
         shapes.update({prefix + fqn: shape for fqn, shape in zip(body["fqns"], body["shapes"], strict=True)})
     (tmp_path / "shapes.json").write_text(json.dumps(shapes))
-    source = open_source(str(local), options=ReadOptions(shapes=str(tmp_path / "shapes.json")))
+    source = open_source(str(local), options=ReadOptions(layout=str(tmp_path / "shapes.json")))
     expected = contents_of_file(local / "EXPECTED.safetensors")
     assert contents(source.store, source.catalog.by_role(Role.MODEL)) == expected
 
@@ -143,7 +143,7 @@ def test_an_invalid_layout_is_a_usage_error(local, tmp_path, content):
 def test_padding_between_parameters_is_skipped():
     body = {"fqns": ["a", "b"], "shapes": [[5, 6], [5]], "numels": [30, 2, 5], "pad_mask": [False, True, False]}
     layout = parse_layout({"block._flat_param": body}, "layout")
-    assert layout["block._flat_param"].params == (("block.a", (5, 6), 0), ("block.b", (5,), 32))
+    assert layout["block._flat_param"] == [("block.a", (5, 6), 0), ("block.b", (5,), 32)]
 
 
 def test_padding_may_be_as_large_as_the_number_of_ranks(tmp_path):

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 from ckptkit.catalog.entry import ObjectEntry, Role, TensorEntry
 from ckptkit.errors import CorruptCheckpointError, IncompleteCheckpointError, UnsupportedFormatError
 from ckptkit.formats.deepspeed.experts import group_order
-from ckptkit.formats.nested import entries_of, has_tensor
+from ckptkit.formats.nested import entries_of
 from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.pickles.inert import Record
 from ckptkit.formats.pickles.objects import plain
@@ -83,16 +83,8 @@ class ModelStates:
             taken: Names that the catalog already uses. A tensor with such a name gets the prefix "client_state.".
         """
         rest = {key: value for key, value in self.values[0].items() if key not in _OURS and value is not None}
-        known: dict[int, bool] = {}
-        deep: dict[Any, Any] = {}
-        objects: dict[str, ObjectEntry] = {}
-        for key, value in plain(rest, file=self.file).items():
-            if has_tensor(value, known):
-                deep[key] = value
-            else:
-                objects[str(key)] = ObjectEntry(str(key), encoding="value", value=value, key=(str(key),))
-        tensors, parts = entries_of({self.file: deep}) if deep else ({}, {})
-        objects.update((name, replace(entry, role=Role.OTHER)) for name, entry in parts.items())
+        tensors, parts = entries_of({self.file: plain(rest, file=self.file)}, levels=1)
+        objects = {name: replace(entry, role=Role.OTHER) for name, entry in parts.items()}
         names = {name: f"client_state.{name}" if name in taken else name for name in tensors}
         others = {
             names[name]: replace(entry, name=names[name], role=Role.OTHER, fqn="", state="")

@@ -84,10 +84,6 @@ class StoredTensor(Stub):
         return self.storage.start + self.offset * self.itemsize
 
     @property
-    def storage_nbytes(self) -> int:
-        return self.storage.nbytes
-
-    @property
     def crc32(self) -> int | None:
         return self.storage.crc32
 
@@ -110,7 +106,7 @@ class StoredTensor(Stub):
         Raises:
             UnsupportedFormatError: A CRC-32 is not known.
         """
-        if self.storage_nbytes != other.storage_nbytes:
+        if self.storage.nbytes != other.storage.nbytes:
             return False
         for tensor in (self, other):
             if tensor.crc32 is None:
@@ -281,7 +277,7 @@ class TensorRebuilder:
         self._meshes: dict[int, tuple[MeshRecord, Record]] = {}
         utils: dict[str, Callable[..., Any]] = {
             "_rebuild_tensor": self._tensor,
-            "_rebuild_tensor_v2": self._tensor_v2,
+            "_rebuild_tensor_v2": self._tensor,
             "_rebuild_tensor_v3": self._tensor_v3,
             "_rebuild_parameter": _parameter,
             "_rebuild_parameter_with_state": _parameter,
@@ -304,22 +300,26 @@ class TensorRebuilder:
 
     # --- functions that the pickle calls
 
-    def _tensor(self, storage: Any, offset: Any, size: Any, strides: Any, *_: Any) -> StoredTensor:
-        return self._stored(storage, None, offset, size, strides)
+    def _tensor(self, *args: Any) -> StoredTensor:
+        return self._stored(None, *args)
 
-    def _tensor_v2(
-        self, storage: Any, offset: Any, size: Any, strides: Any, grad: Any = False, hooks: Any = None, meta: Any = None
-    ) -> StoredTensor:
-        return self._marked(self._stored(storage, None, offset, size, strides), meta)
-
-    def _tensor_v3(
-        self, storage: Any, offset: Any, size: Any, strides: Any, grad: Any, hooks: Any, dtype: Any, meta: Any = None
-    ) -> StoredTensor:
+    def _tensor_v3(self, storage: Any, offset: Any, size: Any, strides: Any, *rest: Any) -> StoredTensor:
+        grad, hooks, dtype, *meta = rest
         if not isinstance(dtype, TorchDType):
             raise ValueError("a tensor's dtype is not known")
-        return self._marked(self._stored(storage, dtype.name, offset, size, strides), meta)
+        return self._stored(dtype.name, storage, offset, size, strides, grad, hooks, *meta)
 
-    def _stored(self, storage: Any, dtype: str | None, offset: Any, size: Any, strides: Any) -> StoredTensor:
+    def _stored(
+        self,
+        dtype: str | None,
+        storage: Any,
+        offset: Any,
+        size: Any,
+        strides: Any,
+        grad: Any = False,
+        hooks: Any = None,
+        meta: Any = None,
+    ) -> StoredTensor:
         """Return a tensor record, after checking that the tensor is within its storage.
 
         With a stride of 0, a tensor repeats elements and is larger than its storage. All tensors together may exceed
@@ -340,7 +340,7 @@ class TensorRebuilder:
             )
         if nbytes and (offset + _extent(shape, steps)) * itemsize > storage.nbytes:
             raise ValueError(f"a tensor of shape {list(shape)} reaches past its storage of {storage.nbytes} bytes")
-        return StoredTensor(storage, name, shape, steps, offset)
+        return self._marked(StoredTensor(storage, name, shape, steps, offset), meta)
 
     def _marked(self, tensor: StoredTensor, meta: Any) -> StoredTensor:
         marks = frozenset(mark for mark in ("conj", "neg") if isinstance(meta, dict) and meta.get(mark))

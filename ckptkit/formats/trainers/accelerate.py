@@ -21,7 +21,7 @@ from ckptkit.formats.hf.side_files import find_side_files, read_json
 from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.trainers import fsdp1_local
 from ckptkit.formats.trainers.merge import assembled, numbered, open_part, renamed, state_files, step_in
-from ckptkit.formats.trainers.optimizer_files import read_optimizer
+from ckptkit.formats.trainers.optimizer_files import OptimizerState, read_optimizer
 from ckptkit.formats.trainers.rank_files import join_model, missing_ranks, read_files, read_ranks, recorded_ranks
 from ckptkit.storage import Store
 
@@ -88,22 +88,20 @@ def _open_one(
     what = _template(names[0])
     if fsdp1_local.is_flat(values):
         return [fsdp1_local.read(store, names, values, sizes, parts[0] if parts else None, options), *parts]
-    model = join_model(values, what=what)
+    model, optimizer = join_model(values, what=what), OptimizerState()
+    world_size = len(names) if "_rank" in names[0] else None
+    if not parts and optimizers:
+        files, states = _read(store, optimizers, options)
+        optimizer = read_optimizer(states, model.params, what=_template(files[0]))
+        names = [*names, *files]
     info = CatalogInfo(
         "accelerate",
-        world_size=len(names) if len(names) > 1 or "_rank" in names[0] else None,
+        world_size=world_size,
         mesh=model.mesh,
         files={name: sizes.get(name, -1) for name in names},
-        notes=model.notes,
+        notes=(*model.notes, *optimizer.notes),
     )
-    found = [Catalog(model.tensors, {}, info), *parts]
-    if not parts and optimizers:
-        names, values = _read(store, optimizers, options)
-        optimizer = read_optimizer(values, model.params, what=_template(names[0]))
-        files = {name: sizes.get(name, -1) for name in names}
-        info = CatalogInfo("accelerate", files=files, notes=tuple(optimizer.notes))
-        found.append(Catalog(optimizer.tensors, optimizer.objects, info))
-    return found
+    return [Catalog({**model.tensors, **optimizer.tensors}, optimizer.objects, info), *parts]
 
 
 def _read(store: Store, files: Sequence[str], options: ReadOptions | None) -> tuple[list[str], list[Any]]:

@@ -4,18 +4,17 @@ With use_orig_params=True, each rank also stores its 1-D piece of every paramete
 the shapes are missing. With use_orig_params=False, names and order are missing as well. The missing information comes
 from the first of these sources that exists:
 
-- a layout (`ReadOptions.layout`)
-- shapes in module order (`ReadOptions.shapes`)
+- a layout, or shapes in module order (`ReadOptions.layout`)
 - an optimizer saved as DCP in the same checkpoint
 - with use_orig_params=True, a Hugging Face directory (`ReadOptions.base`)
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from ckptkit.catalog.entry import Catalog, CatalogInfo, Role
 from ckptkit.errors import CorruptCheckpointError, UnsupportedFormatError, UsageError
@@ -36,16 +35,9 @@ _ADVICE = (
 _OR_OPTIMIZER = "or keep accelerate's optimizer_0/ next to it, "
 
 
-@dataclass(frozen=True, slots=True)
-class FlatParam:
-    """The contents of one flat parameter: (name, shape, index of the first element) of each original parameter."""
-
-    params: tuple[tuple[str, tuple[int, ...], int], ...]
-
-    @property
-    def numel(self) -> int:
-        """The number of elements up to the end of the last parameter."""
-        return max((start + math.prod(shape) for _, shape, start in self.params), default=0)
+Shape: TypeAlias = tuple[int, ...]
+Unit: TypeAlias = list[tuple[str, Shape, int]]
+"""The parameters in a flat parameter: name, shape, and index of the first element."""
 
 
 def is_flat(values: Sequence[Any]) -> bool:
@@ -78,11 +70,11 @@ def read(
     layout, shapes = _described(optimizer, options)
     notes: list[str] = []
     if with_names:
-        if options is not None and options.layout is None and options.shapes is None and options.base is not None:
+        if options is not None and options.layout is None and options.base is not None:
             base = safetensors.open_catalog(open_store(options.base))
             shapes = {**{name: entry.shape for name, entry in base.tensors.items()}, **shapes}
         for unit in layout.values():
-            shapes.update({name: shape for name, shape, _ in unit.params})
+            shapes.update({name: shape for name, shape, _ in unit})
         joined = _from_pieces(originals, values, shapes, optimizer)
     else:
         joined = dict(_from_units(layout or _units_of(shapes, vectors), vectors))
@@ -99,17 +91,14 @@ def read(
     return Catalog(tensors, {}, info)
 
 
-def _described(
-    optimizer: Catalog | None, options: ReadOptions | None
-) -> tuple[dict[str, FlatParam], dict[str, tuple[int, ...]]]:
+def _described(optimizer: Catalog | None, options: ReadOptions | None) -> tuple[dict[str, Unit], dict[str, Shape]]:
     """Return the flat parameters of the units, or the shapes of the parameters in module order.
 
-    The flat parameters come from the user's layout file. If there is no layout file, the shapes come from the user's
-    file of shapes, or from the optimizer.
+    They come from the user's file or, if there is none, from the optimizer.
     """
-    given = (options.layout or options.shapes) if options is not None else None
+    given = options.layout if options is not None else None
     if given is None:
-        shapes: dict[str, tuple[int, ...]] = {}
+        shapes: dict[str, Shape] = {}
         for entry in optimizer.tensors.values() if optimizer is not None else ():
             if entry.role is Role.OPTIMIZER and entry.fqn and entry.state != "step":
                 shapes.setdefault(entry.fqn, entry.shape)
@@ -117,53 +106,51 @@ def _described(
     content = _read_json(given)
     if not isinstance(content, dict) or not content or not all(isinstance(shape, list) for shape in content.values()):
         return parse_layout(content, given), {}
-    if not all(len(shape) <= 64 and _are_sizes(shape) for shape in content.values()):
+    if not all(map(_is_shape, content.values())):
         raise UsageError(f"{given}: expected a JSON object of parameter names and lists of sizes, in module order.")
     return {}, {name: tuple(shape) for name, shape in content.items()}
 
 
-def parse_layout(content: Any, where: str) -> dict[str, FlatParam]:
+def parse_layout(content: Any, where: str) -> dict[str, Unit]:
     """Return the flat parameters that a layout describes.
 
     A layout maps each unit's name to {"fqns", "shapes"[, "numels", "pad_mask"]}. `fqns` are relative to the unit.
     `numels` and `pad_mask` describe padding between parameters.
     """
-    if not isinstance(content, dict):
-        raise UsageError(f"{where}: expected a JSON object of units.")
     found = {}
-    for unit, body in content.items():
-        fqns, shapes = (body.get("fqns"), body.get("shapes")) if isinstance(body, dict) else (None, None)
-        if not isinstance(fqns, list) or not isinstance(shapes, list) or len(fqns) != len(shapes):
-            raise UsageError(f"{where}: unit {unit!r} must have 'fqns' and 'shapes' of the same length.")
-        if not all(isinstance(shape, list) and len(shape) <= 64 and _are_sizes(shape) for shape in shapes):
-            raise UsageError(f"{where}: unit {unit!r}: each of 'shapes' must be a list of sizes, such as [128, 64].")
-        if not all(isinstance(fqn, str) for fqn in fqns):
-            raise UsageError(f"{where}: unit {unit!r}: each of 'fqns' must be a name.")
-        starts = _starts(body, [math.prod(shape) for shape in shapes], where)
-        params = [
-            (_prefix(unit) + fqn, tuple(shape), start) for fqn, shape, start in zip(fqns, shapes, starts, strict=True)
-        ]
-        found[unit if unit.endswith(_SUFFIX) else f"{unit}.{_SUFFIX}".lstrip(".")] = FlatParam(tuple(params))
+    for unit, body in content.items() if isinstance(content, dict) else [("", content)]:
+        given: dict[str, Any] = body if isinstance(body, dict) else {}
+        fqns, shapes = given.get("fqns", ()), given.get("shapes", ())
+        starts = None
+        if _are(str, fqns) and isinstance(shapes, list) and len(fqns) == len(shapes) and all(map(_is_shape, shapes)):
+            starts = _starts([math.prod(shape) for shape in shapes], given.get("numels"), given.get("pad_mask"))
+        if starts is None:
+            raise UsageError(
+                f"{where}: unit {unit!r:.80} is {body!r:.80}; expected fqns (a list of names), shapes (a list of sizes "
+                "for each name) and, if there is padding, numels and pad_mask that fit the shapes."
+            )
+        names = [_prefix(unit) + fqn for fqn in fqns]
+        key = unit if unit.endswith(_SUFFIX) else f"{unit}.{_SUFFIX}".lstrip(".")
+        found[key] = list(zip(names, map(tuple, shapes), starts, strict=True))
     return found
 
 
-def _are_sizes(values: Sequence[Any]) -> bool:
-    return all(isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63 for value in values)
+def _are(kind: type[Any], values: Any) -> bool:
+    return isinstance(values, list) and all(type(value) is kind for value in values)
 
 
-def _starts(body: Mapping[str, Any], numels: Sequence[int], where: str) -> list[int]:
-    mask = body.get("pad_mask") or [False] * len(numels)
-    recorded = body.get("numels") or list(numels)
-    if not isinstance(mask, list) or not isinstance(recorded, list) or not _are_sizes(recorded):
-        raise UsageError(f"{where}: 'numels' must be a list of sizes, and 'pad_mask' a list of true and false.")
-    if len(mask) != len(recorded) or [n for n, pad in zip(recorded, mask, strict=True) if not pad] != list(numels):
-        raise UsageError(f"{where}: 'numels' and 'pad_mask' do not fit the shapes.")
-    starts, position = [], 0
-    for numel, pad in zip(recorded, mask, strict=True):
-        if not pad:
-            starts.append(position)
-        position += numel
-    return starts
+def _is_shape(value: Any) -> bool:
+    return _are(int, value) and len(value) <= 64 and all(0 <= size < 1 << 63 for size in value)
+
+
+def _starts(numels: Sequence[int], recorded: Any, mask: Any) -> list[int] | None:
+    """Return where each parameter starts, or None if the recorded sizes and padding do not fit `numels`."""
+    recorded, mask = recorded or list(numels), mask or [False] * len(numels)
+    if not _are(int, recorded) or not _are(bool, mask) or len(recorded) != len(mask):
+        return None
+    ends = itertools.accumulate(recorded)
+    params = [(numel, end - numel) for numel, end, pad in zip(recorded, ends, mask, strict=True) if not pad]
+    return [start for _, start in params] if [numel for numel, _ in params] == list(numels) else None
 
 
 def _prefix(unit: str) -> str:
@@ -196,7 +183,7 @@ def _is_piece(name: str, values: Sequence[Mapping[str, Any]]) -> bool:
 def _from_pieces(
     names: Sequence[str],
     values: Sequence[Mapping[str, Any]],
-    shapes: Mapping[str, tuple[int, ...]],
+    shapes: Mapping[str, Shape],
     optimizer: Catalog | None,
 ) -> dict[str, Joined]:
     found: dict[str, Joined] = {}
@@ -222,22 +209,23 @@ def _from_pieces(
 # --- use_orig_params=False
 
 
-def _from_units(layout: Mapping[str, FlatParam], vectors: Mapping[str, FlatVector]) -> Iterator[tuple[str, Joined]]:
+def _from_units(layout: Mapping[str, Unit], vectors: Mapping[str, FlatVector]) -> Iterator[tuple[str, Joined]]:
     for unit, vector in vectors.items():
         flat = layout.get(unit)
         if flat is None:
             raise UsageError(f"the layout has no unit {unit!r}; it has {', '.join(list(layout)[:6])}.")
         # FSDP1 pads a flat parameter to a multiple of the world size and, with use_orig_params, to 16 bytes.
-        if flat.numel > vector.numel or vector.numel - flat.numel >= max(64, len(vector.pieces)):
+        numel = max((start + math.prod(shape) for _, shape, start in flat), default=0)
+        if numel > vector.numel or vector.numel - numel >= max(64, len(vector.pieces)):
             raise CorruptCheckpointError(
-                f"{unit!r} has {vector.numel} elements on the ranks, but its parameters have {flat.numel}: "
+                f"{unit!r} has {vector.numel} elements on the ranks, but its parameters have {numel}: "
                 "the layout belongs to another model or another wrapping."
             )
-        for name, shape, start in flat.params:
+        for name, shape, start in flat:
             yield name, vector.tensor(shape, start)
 
 
-def _units_of(shapes: Mapping[str, tuple[int, ...]], vectors: Mapping[str, FlatVector]) -> dict[str, FlatParam]:
+def _units_of(shapes: Mapping[str, Shape], vectors: Mapping[str, FlatVector]) -> dict[str, Unit]:
     """Assign the model's parameters to the flat parameters of the units.
 
     A parameter goes to the innermost unit that contains the parameter. Within a unit, the module order is kept.
@@ -249,7 +237,7 @@ def _units_of(shapes: Mapping[str, tuple[int, ...]], vectors: Mapping[str, FlatV
         raise UnsupportedFormatError(
             _ADVICE.format(and_names=" and no names" if vectors else "", or_optimizer=_OR_OPTIMIZER)
         )
-    members: dict[str, list[tuple[str, tuple[int, ...], int]]] = {unit: [] for unit in vectors}
+    members: dict[str, Unit] = {unit: [] for unit in vectors}
     ends = dict.fromkeys(vectors, 0)
     for name, shape in shapes.items():
         units = [unit for unit in vectors if name.startswith(_prefix(unit))]
@@ -264,7 +252,7 @@ def _units_of(shapes: Mapping[str, tuple[int, ...]], vectors: Mapping[str, FlatV
                 f"{len(members[unit])} parameters add up to {end}. The rest may be frozen parameters, "
                 "which have no optimizer state. Pass a layout that lists them."
             )
-    return {unit: FlatParam(tuple(params)) for unit, params in members.items()}
+    return members
 
 
 def _read_json(url: str) -> Any:

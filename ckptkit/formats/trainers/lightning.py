@@ -11,12 +11,12 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from ckptkit.catalog.entry import Catalog, CatalogInfo, ObjectEntry, Role, TensorEntry
+from ckptkit.catalog.entry import Catalog, CatalogInfo, Role, TensorEntry
 from ckptkit.errors import UNREADABLE
 from ckptkit.formats.dcp import catalog as dcp
 from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.pickles.objects import read_pickled
-from ckptkit.formats.trainers.merge import merged, open_part
+from ckptkit.formats.trainers.merge import assembled, open_part
 from ckptkit.storage import Store
 
 META = "meta.pt"
@@ -31,7 +31,6 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
     `options.strip_prefix` is set, strips nothing: the caller then strips that prefix.
     """
     catalog = open_part(dcp.open_catalog, store, "", options)
-    size = info.size if (info := store.info(META)) is not None else 0
     meta, notes = _meta(store)
     if _TRAINED in meta:
         notes = (
@@ -40,16 +39,13 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
         )
     step = meta.get("global_step", meta.get("step"))
     version = meta.get("pytorch-lightning_version")
-    whole = merged(
-        [catalog, Catalog({}, {"meta": ObjectEntry("meta", META, 0, size)}, CatalogInfo("lightning"))],
-        CatalogInfo(
-            "lightning",
-            producer=f"lightning {version}" if isinstance(version, str) else "lightning",
-            step=step if type(step) is int else None,
-            files={META: size},
-            notes=notes,
-        ),
+    info = CatalogInfo(
+        "lightning",
+        producer=f"lightning {version}" if isinstance(version, str) else "lightning",
+        step=step if type(step) is int else None,
+        notes=notes,
     )
+    whole = assembled(store, [catalog], info, {"meta": META})
     if options is not None and options.strip_prefix is not None:
         return whole
     return without_prefix(whole, module_prefix(entry.fqn for entry in whole.by_role(Role.MODEL).values()))

@@ -422,7 +422,7 @@ def check_copies(flats: Sequence[Sequence[StoredTensor]], names: Sequence[str]) 
 def _counts(states: Sequence[Any]) -> Iterator[tuple[str, int | float]]:
     for state in states:
         step = state.get("step") if isinstance(state, Mapping) else None
-        if isinstance(step, StoredTensor) and step.crc32 is not None and step.storage_nbytes == step.itemsize:
+        if isinstance(step, StoredTensor) and step.crc32 is not None and step.storage.nbytes == step.itemsize:
             yield step.dtype, step.crc32
         elif isinstance(step, (int, float)):
             yield "", step

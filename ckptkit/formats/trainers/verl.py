@@ -7,7 +7,7 @@ plain replicas. No process group is needed.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from ckptkit.catalog.entry import Catalog, CatalogInfo, ObjectEntry
 from ckptkit.errors import CheckpointNotFoundError, CorruptCheckpointError, IncompleteCheckpointError
@@ -47,9 +47,14 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
         notes=(*model.notes, *optimizer.notes),
         extra={} if lora is None else {"lora": lora},
     )
-    objects = {**_extra_state(sizes, files, world_size), **optimizer.objects}
+    extras = {f"extra_state.{rank}": _EXTRA.format(size=world_size).format(rank=rank) for rank in range(world_size)}
+    objects = {
+        name: ObjectEntry(name, path, 0, sizes[path], key=("extra_state", rank))
+        for rank, (name, path) in enumerate(extras.items())
+        if path in files
+    }
     side = find_side_files(store, "huggingface")
-    return Catalog({**model.tensors, **optimizer.tensors}, objects, side.described_in(info))
+    return Catalog({**model.tensors, **optimizer.tensors}, {**objects, **optimizer.objects}, side.described_in(info))
 
 
 def _world_size(store: Store, files: Sequence[str]) -> int:
@@ -92,14 +97,3 @@ def _optimizer(
     if found.tensors or found.objects or not is_state_dicts(values):
         return found
     return read_flat_optimizer({rank: values[rank] for rank in replica}, params) or found
-
-
-def _extra_state(sizes: Mapping[str, int], files: Sequence[str], world_size: int) -> dict[str, ObjectEntry]:
-    """Return an object for each rank's extra-state file, which contains schedulers and random states."""
-    found = {}
-    for rank in range(world_size):
-        path = _EXTRA.format(size=world_size).format(rank=rank)
-        if path in files:
-            name = f"extra_state.{rank}"
-            found[name] = ObjectEntry(name, path, 0, sizes[path], key=("extra_state", rank))
-    return found
