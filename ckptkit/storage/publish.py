@@ -72,13 +72,15 @@ def close_staging(
                 parent.sync_directory()
             why, place = error.reason or str(error), parent.path_of(name)
             logger.warning("%s was replaced; its old content is kept as %s: %s", place, parent.path_of(kept), why)
-    _delete_staging(parent, path)
+    _delete_staging(parent, path, name)
 
 
-def _delete_staging(parent: LocalStore, path: str) -> None:
+def _delete_staging(parent: LocalStore, path: str, name: str) -> None:
     """Delete a staging directory and its owner files. If the process is killed, the next command deletes the rest."""
-    Journal(parent.path_of(path)).end()  # Invariant: nobody continues the work in a partly deleted directory.
-    parent.delete_tree(path)
+    renamed = staging_name(name, new_nonce())  # Invariant: one process deletes it, and nobody continues the work in it.
+    with contextlib.suppress(FileNotFoundError):
+        parent.rename(path, renamed)
+        parent.delete_tree(renamed)
     parent.delete(reversed(owner_files(parent, path)))
 
 
@@ -157,14 +159,14 @@ def clean_siblings(parent: LocalStore, name: str, *, keep: Leftover | None = Non
     for leftover in leftovers(parent, name):
         path = staging_name(leftover.name, leftover.nonce)
         writer = read_owner(parent, owner_path(path))
-        is_of_a_run = parent.info(owner_path(path)) is None if writer is None else writer.leased
+        is_of_a_run = leftover.kind == "trash" or (writer is not None and writer.leased)
         if (keep is not None and leftover.nonce == keep.nonce) or is_of_a_run or not is_abandoned(parent, leftover):
             continue
         try:
             logger.info("removing %s/%s, left by a dead process", parent.url, path)
-            _delete_staging(parent, path)
+            _delete_staging(parent, path, leftover.name)
         except PermissionError as error:  # the file belongs to a different user; `name` can still be written
-            logger.warning("%s/%s, left by a dead process, could not be removed: %s", parent.url, path, error)
+            logger.warning("%s: what a dead process left could not be removed: %s", parent.path_of(name), error)
 
 
 # --- staging a whole directory or a single file, for convert and reshard

@@ -17,7 +17,7 @@ import pytest
 
 from ckptkit.errors import CheckpointExistsError, StorageError
 from ckptkit.storage import publish, staging
-from ckptkit.storage.journal import Journal, Section, _parse
+from ckptkit.storage.journal import Journal, Section, _parse, resumable
 from ckptkit.storage.local import LocalStore
 from ckptkit.storage.publish import stage
 from ckptkit.storage.staging import Replaceable, owner_path, staging_name
@@ -197,18 +197,43 @@ def test_leftovers_of_a_dead_writer_are_removed(tmp_path):
 
 def test_leftovers_without_delete_permission_do_not_block_writers(tmp_path, monkeypatch, caplog):
     fork(_dies, str(tmp_path / "out"))
-    left = next(path for path in tmp_path.iterdir() if path.is_dir())
-    rmtree = shutil.rmtree
+    rmtree, left = shutil.rmtree, []
 
     def refused(path: Any) -> None:
-        if Path(path) == left:
+        if Path(path, "x").exists():
+            left.append(Path(path).name)
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), "model.bin")
         rmtree(path)
 
     monkeypatch.setattr(shutil, "rmtree", refused)
     put(tmp_path / "out")
-    assert names(tmp_path) == [left.name, f"{left.name}.owner", "out"]
-    assert f"{left}, left by a dead process, could not be removed" in caplog.text
+    assert names(tmp_path) == sorted([*left, "out"]) and len(left) == 1
+    assert f"{tmp_path / 'out'}: what a dead process left could not be removed" in caplog.text
+    monkeypatch.undo()
+    put(tmp_path / "out", overwrite=True)
+    assert names(tmp_path) == ["out"]
+
+
+def _dies_after_a_step(say: Any, out: str) -> None:
+    with stage(out, resume=True) as store:
+        journal = Journal(store.url)
+        journal.begin("a" * 32)
+        journal.done(1)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_staging_directory_is_never_continued_while_it_is_deleted(tmp_path, monkeypatch):
+    fork(_dies_after_a_step, str(tmp_path / "out"))
+    parent, delete_tree, seen = LocalStore(tmp_path), LocalStore.delete_tree, []
+    assert resumable(parent, "out") is not None
+
+    def deleted(store: LocalStore, path: str) -> None:
+        seen.append(resumable(parent, "out"))
+        delete_tree(store, path)
+
+    monkeypatch.setattr(LocalStore, "delete_tree", deleted)
+    put(tmp_path / "out")
+    assert seen == [None] and names(tmp_path) == ["out"]
 
 
 def test_leftovers_of_a_writer_on_another_machine_are_kept(tmp_path):
