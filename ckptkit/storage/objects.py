@@ -127,9 +127,7 @@ class RemoteStore(Store):
         try:
             yield
         except _PASSED_ON as error:
-            text = f"{self._shown(path)}: {words_of(error)}"
-            if isinstance(error, PermissionError):
-                text += advice_on(error, self.protocol)
+            text = f"{self._shown(path)}: {words_of(error)}{advice_on(error, self.protocol)}"
             kind = next(kind for kind in _ERRNO if isinstance(error, kind))
             raise type(error)(error.errno or _ERRNO[kind], text) from _without_secrets(error)
         except CkptkitError:

@@ -83,6 +83,7 @@ _ADVICE = (
      ". The clock of this machine differs from the store's clock: correct it"),
     (("InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken", "InvalidClientTokenId", "401"),
      ". Provide credentials that the store accepts with {given}"),
+    (("NoSuchUpload", "InvalidPart"), ". The server has lost a part of the upload: try again"),
     (("MethodNotAllowed", "405"), ". The server does not accept this request: is the endpoint the right one?"),
     (("QuotaExceeded", "InsufficientStorage", "XMinioStorageFull", "507"),
      ". The store is full or a quota is used up: free some space there (prune runs) or ask for more"),
