@@ -15,17 +15,12 @@ from ckptkit.offline.prune import prune
 from ckptkit.storage.local import LocalStore
 from tests.checkpoint.saving import save
 from tests.cli.commands import ran
-from tests.offline.folders import UNEVEN, copied, largest, names, refused
+from tests.offline.folders import largest, names, refused
 
 RUNS: dict[str, tuple[Any, dict[str, Any]]] = {
     "hf": (convert, {"to": "hf"}), "torch": (convert, {"to": "torch"}), "dcp": (convert, {"to": "dcp"}),
     "local": (convert, {"to": "local"}), "reshard": (reshard, {"world_size": 2}),
 }  # fmt: skip
-
-
-@pytest.fixture
-def source(tmp_path: Path) -> Path:
-    return copied(UNEVEN / "ckpt", tmp_path / "in")
 
 
 def both_refuse(name: str, source: Path, dst: Path, match: str, **more: Any) -> None:

@@ -14,8 +14,8 @@ from ckptkit.offline.copying.streams import StreamWriter
 from ckptkit.storage import ledger
 from ckptkit.storage.open import open_store
 from tests.cli.commands import document, ran
-from tests.offline.copying.test_resume import STEP, killed, went_on
 from tests.offline.exports import converted, write_model
+from tests.offline.resuming import STEP, killed, went_on
 from tests.storage import servers
 
 MOST = 65504.0  # of float16; numbers from 65520 on are rounded to infinity

@@ -15,14 +15,14 @@ from ckptkit.formats.hf.header import read_header
 from ckptkit.offline import prove
 from ckptkit.offline.prove import prove_equal
 from ckptkit.storage.local import LocalStore
-from tests.offline.folders import UNEVEN, copied, flip
+from tests.offline.folders import flip
 
 FILE = "model.safetensors"
 
 
 @pytest.fixture
-def made(tmp_path: Path) -> Path:
-    convert(str(copied(UNEVEN / "ckpt", tmp_path / "in")), str(tmp_path / "out"))
+def made(source: Path, tmp_path: Path) -> Path:
+    convert(str(source), str(tmp_path / "out"))
     return tmp_path
 
 

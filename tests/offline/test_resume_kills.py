@@ -19,9 +19,9 @@ from ckptkit.storage.objects import RemoteStore
 from ckptkit.storage.open import open_store
 from tests.checkpoint.crash import kill_at
 from tests.checkpoint.saving import fork
-from tests.offline.copying.test_resume import went_on
 from tests.offline.exports import write_model
 from tests.offline.folders import names, tree
+from tests.offline.resuming import went_on
 from tests.ranks import RankError, run_ranks
 from tests.storage import servers
 from tests.storage.proxy import Proxy, proxy_of

@@ -15,20 +15,11 @@ from ckptkit.offline.copying import runs
 from ckptkit.storage import owner
 from ckptkit.storage.journal import Journal
 from ckptkit.storage.local import LocalStore
-from tests.offline.copying.test_resume import (
-    COLUMNS,
-    STEP,
-    assert_whole,
-    content,
-    dying_after,
-    short_steps,
-    source,
-    went_on,
-)
 from tests.offline.folders import names
+from tests.offline.resuming import COLUMNS, STEP, assert_whole, content, dying_after, went_on
 from tests.ranks import RankError, run_ranks
 
-__all__ = ["short_steps", "source"]  # fixtures
+pytestmark = pytest.mark.usefixtures("short_steps")
 MANY = {"max_shard_size": "1kB"}  # ten files
 Options = dict[str, Any]
 

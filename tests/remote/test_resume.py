@@ -23,7 +23,7 @@ from ckptkit.storage.objects import RemoteStore
 from ckptkit.storage.publish_remote import OWNER_NAME, _Place, stage_remote
 from ckptkit.storage.requests import FsspecApi
 from tests.checkpoint.saving import fork
-from tests.offline.copying.test_resume import went_on
+from tests.offline.resuming import went_on
 from tests.ranks import RankError, run_ranks
 from tests.remote.runs import MANY, UNEVEN, Options, Place, on
 from tests.storage.proxy import Proxy

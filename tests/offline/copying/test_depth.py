@@ -13,7 +13,8 @@ import pytest
 import ckptkit
 from ckptkit import convert, reshard
 from ckptkit.offline.copying.copier import Copier
-from tests.offline.copying.test_resume import COLUMNS, UNEVEN
+from tests.offline.folders import UNEVEN
+from tests.offline.resuming import COLUMNS
 
 PACKAGE = str(Path(ckptkit.__file__).parent)
 MOST = 6

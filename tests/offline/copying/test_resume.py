@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,66 +12,12 @@ import pytest
 
 from ckptkit import convert, reshard, verify
 from ckptkit.formats.checks import Verifier
-from ckptkit.offline.copying import runs
 from ckptkit.storage import journal, publish
-from tests.checkpoint.saving import fork
 from tests.offline.exports import read_model, write_model
-from tests.offline.folders import UNEVEN, copied, names, refused, tree
+from tests.offline.folders import names, refused
+from tests.offline.resuming import COLUMNS, assert_whole, content, killed, went_on
 
-COLUMNS = {"tp_plan": {"*.up.weight": 1, "*.down.weight": 1}, "mesh": {"tp": 2}}
-STEP = 16_000  # so that a small checkpoint takes several steps
-
-
-@pytest.fixture(autouse=True)
-def short_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runs, "_STEP", STEP)
-
-
-@pytest.fixture
-def source(tmp_path: Path) -> Path:
-    return copied(UNEVEN / "ckpt", tmp_path / "in")
-
-
-def dying_after(steps: int) -> None:
-    """Let this process kill itself after so many steps are recorded as done."""
-    done, left = journal.Journal.done, [steps]
-
-    def counted(self: journal.Journal, step: int) -> None:
-        done(self, step)
-        left[0] -= 1
-        if not left[0]:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    journal.Journal.done = counted  # type: ignore[method-assign]
-
-
-def killed(command: Callable[..., Any], source: Path, out: Path, steps: int, **options: Any) -> None:
-    """Run a command in a process that kills itself after so many steps."""
-
-    def dies(say: Any) -> None:
-        dying_after(steps)
-        runs._STEP = STEP
-        command(str(source), str(out), workers=1, **options)
-
-    assert fork(dies)[0] == -signal.SIGKILL
-    assert not out.exists()
-
-
-def content(folder: Path, *without: str) -> dict[str, bytes]:
-    """Return the files without timestamps."""
-    return tree(folder, "checkpoint.json", "README.md", *without)
-
-
-def went_on(notes: tuple[str, ...]) -> str:
-    return next((note for note in notes if note.startswith("continued an interrupted command")), "")
-
-
-def assert_whole(source: Path, tmp_path: Path, **options: Any) -> Any:
-    """Assert that the result equals that of an undisturbed run, and that nothing else is left; return that report."""
-    report = convert(str(source), str(tmp_path / "whole"), **options)
-    assert content(tmp_path / "out") == content(tmp_path / "whole")
-    assert names(tmp_path) == ["in", "out", "whole"]
-    return report
+pytestmark = pytest.mark.usefixtures("short_steps")
 
 
 @pytest.mark.parametrize("steps", [1, 4])

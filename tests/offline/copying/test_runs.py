@@ -32,9 +32,9 @@ from ckptkit.offline.copying.plan import Plan
 from ckptkit.offline.copying.pool import Worker
 from ckptkit.storage.local import LocalStore
 from tests.catalog.boxes import partitions, shapes
-from tests.offline.copying.test_resume import STEP, killed, went_on
 from tests.offline.engine import Made, check_copied, make_source, plan_boxes, plan_whole, read_placed
 from tests.offline.folders import flip, tree
+from tests.offline.resuming import STEP, killed, went_on
 
 NAMES = ("a", "b", "c")
 
