@@ -255,57 +255,39 @@ class _WholeSlice(SliceArray):
     Creates the columns only on demand, so that the headers of files with many tensors are read faster.
     """
 
-    __slots__ = ("_nbytes", "_paths", "_shape", "_start")
+    __slots__ = ("_nbytes", "_shape", "_start")
 
-    ranks = None
-    algorithm = None
-    digests = None
-    digest_starts = None
-    digest_nbytes = None
-    strides: Mapping[int, tuple[int, ...]] = {}
-    codecs: Mapping[int, Codec] = {}
-
-    def __init__(self, paths: tuple[str], start: int, nbytes: int, shape: tuple[int, ...]) -> None:
-        self._paths = paths
+    def __init__(self, paths: Sequence[str], start: int, nbytes: int, shape: tuple[int, ...]) -> None:
+        self.paths = paths
         self._start = start
         self._nbytes = nbytes
         self._shape = shape
+
+    def __getattr__(self, name: str) -> Any:
+        """Create a column."""
+        match name:
+            case "files":
+                return np.zeros(1, np.int32)
+            case "starts" | "nbytes":
+                return np.array([self._start if name == "starts" else self._nbytes], np.int64)
+            case "offsets":
+                return np.zeros((1, len(self._shape)), np.int64)
+            case "sizes":
+                return np.array(self._shape, np.int64).reshape(1, -1)
+            case "strides" | "codecs":
+                return {}
+            case "ranks" | "algorithm" | "digests" | "digest_starts" | "digest_nbytes":
+                return None
+        raise AttributeError(name)
 
     def is_all_of(self, shape: tuple[int, ...]) -> bool:
         return self._shape == shape
 
     def under(self, paths: Sequence[str]) -> SliceArray:
-        return _WholeSlice((paths[0],), self._start, self._nbytes, self._shape)
-
-    @property
-    def paths(self) -> Sequence[str]:  # type: ignore[override]
-        return self._paths
-
-    @property
-    def files(self) -> npt.NDArray[np.int32]:  # type: ignore[override]
-        return np.zeros(1, np.int32)
-
-    @property
-    def starts(self) -> Int64:  # type: ignore[override]
-        return np.array([self._start], np.int64)
-
-    @property
-    def nbytes(self) -> Int64:  # type: ignore[override]
-        return np.array([self._nbytes], np.int64)
-
-    @property
-    def offsets(self) -> Int64:  # type: ignore[override]
-        return np.zeros((1, len(self._shape)), np.int64)
-
-    @property
-    def sizes(self) -> Int64:  # type: ignore[override]
-        return np.array(self._shape, np.int64).reshape(1, -1)
+        return _WholeSlice(paths, self._start, self._nbytes, self._shape)
 
     def byte_range(self, row: int) -> tuple[str, int, int]:
-        return self._paths[0], self._start, self._nbytes
-
-    def byte_ranges(self) -> list[tuple[str, int, int]]:
-        return [(self._paths[0], self._start, self._nbytes)]
+        return self.paths[0], self._start, self._nbytes
 
     def __len__(self) -> int:
         return 1
@@ -315,7 +297,7 @@ class _WholeSlice(SliceArray):
             return [self[i] for i in range(*row.indices(1))]
         if row not in (0, -1):
             raise IndexError(row)
-        return TensorSlice(Box.whole(self._shape), self._paths[0], self._start, self._nbytes)
+        return TensorSlice(Box.whole(self._shape), self.paths[0], self._start, self._nbytes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,6 +57,8 @@ _KINDS = {"other": "FIFO, a socket or a device"}
 
 Int64 = npt.NDArray[np.int64]
 Int32 = npt.NDArray[np.int32]
+Place = tuple[str, "tuple[int, ...] | None"]
+"""The name of a tensor and the offsets of a slice, or the name of an object and None."""
 
 
 @collector_paused()
@@ -165,32 +167,22 @@ class _Part:
             found[key] = tuple(path)
         return found
 
-    def grouped_storage(self) -> dict[str, dict[tuple[int, ...] | None, StorageInfo]]:
-        """Return the location of each slice or object in the data files, by key and then by the slice's offsets.
-
-        For an object, None takes the place of the offsets.
-        """
+    def places(self) -> dict[Place, StorageInfo]:
+        """Return the location of each slice and each object in the data files."""
         infos = list(self.storage.values())
         try:
             names, offsets = _fields(self.storage, "fqn"), _fields(self.storage, "offset")
         except AttributeError:
             raise self.fault("an index of its storage_data is incomplete") from None
-        if not (_are(Index, self.storage) and _are(StorageInfo, infos) and _are(str, names)):
-            raise self.fault("an entry of its storage_data is malformed")
         # Check the offsets before using them as dict keys: hashing a nested tuple from a hostile file can take
         # exponential time.
-        if not _are_counts([offset for offset in offsets if offset is not None]):
-            odd = (not (item is None or _are_counts([item])) for item in offsets)
-            raise self.fault(f"an offset of {next(compress(names, odd))!r:.80} is not a tuple of integers")
-        grouped: dict[str, dict[tuple[int, ...] | None, StorageInfo]] = {}
-        for name, offset, info in zip(names, offsets, infos, strict=True):
-            group = grouped.get(name)
-            if group is None:
-                group = grouped[name] = {}
-            elif offset in group:
-                raise self.fault(f"storage_data lists the part of {name!r:.80} at {offset} twice")
-            group[offset] = info
-        return grouped
+        counts = _are_counts([offset for offset in offsets if offset is not None])
+        if not (counts and _are(Index, self.storage) and _are(StorageInfo, infos) and _are(str, names)):
+            raise self.fault("an entry of its storage_data is malformed")
+        found = dict(zip(zip(names, offsets, strict=True), infos, strict=True))
+        if len(found) < len(infos):
+            raise self.fault("its storage_data lists a part twice")
+        return found
 
 
 # Each of these helpers checks a whole list in a few passes that run in C. With a million slices, a Python loop would
@@ -308,27 +300,23 @@ class _Builder:
     # --- gathering
 
     def _gather(self, part: _Part) -> None:
-        grouped = part.grouped_storage()
+        places = part.places()
         for name, entry in part.entries.items():
             if not isinstance(name, str):
                 raise part.fault("a key of its state_dict_metadata is not a string")
-            places = grouped.pop(name, {})
             if isinstance(entry, TensorMetadata):
                 self._gather_tensor(part, name, entry, places)
             elif isinstance(entry, Record) and entry.kind == _BYTES_KIND:
-                if None not in places:
+                info = places.pop((name, None), None)
+                if info is None:
                     raise IncompleteCheckpointError(f"{part.name}: it has no location for the entry {name!r:.80}.")
-                self.objects.setdefault(name, (places.pop(None), part.name))
+                self.objects.setdefault(name, (info, part.name))
             else:
                 raise part.fault(f"the entry {name!r:.80} is neither a tensor nor bytes")
-            if places:
-                raise part.fault(f"storage_data lists parts of {name!r:.80} that state_dict_metadata does not")
-        if grouped:
-            raise part.fault(f"storage_data lists {next(iter(grouped))!r:.80}, but state_dict_metadata does not")
+        for name, _ in places:
+            raise part.fault(f"storage_data lists a part of {name!r:.80} that state_dict_metadata does not")
 
-    def _gather_tensor(
-        self, part: _Part, name: str, entry: TensorMetadata, places: dict[tuple[int, ...] | None, StorageInfo]
-    ) -> None:
+    def _gather_tensor(self, part: _Part, name: str, entry: TensorMetadata, places: dict[Place, StorageInfo]) -> None:
         chunks = entry.chunks if isinstance(getattr(entry, "chunks", None), list) else [None]
         try:
             dtype, shape = _tensor_dtype(entry.properties), entry.size
@@ -336,7 +324,7 @@ class _Builder:
         except AttributeError:
             raise part.fault(f"the description of {name!r:.80} is incomplete") from None
         except UnsupportedFormatError as error:
-            if self._gather_whole(part, name, entry, places):
+            if self._gather_whole(part, name, entry.size, chunks, places):
                 return
             raise UnsupportedFormatError(f"{part.name}: tensor {name!r:.80}: {error}") from None
         counts = _are(ChunkMetadata, chunks) and _are_counts([shape, *offsets, *sizes])
@@ -350,10 +338,10 @@ class _Builder:
                 f"{name!r:.80} is {dtype} {list(shape)} here and {rows.dtype} {list(rows.shape)} elsewhere"
             )
         try:
-            infos = list(map(places.pop, offsets))
+            infos = [places.pop((name, offset)) for offset in offsets]
         except KeyError as error:
             raise IncompleteCheckpointError(
-                f"{part.name}: it has no location for the part of {name!r:.80} at {error.args[0]}."
+                f"{part.name}: it has no location for the part of {name!r:.80} at {error.args[0][1]}."
             ) from None
         starts, lengths = _ranges(infos, part, name)
         rows.offsets += offsets
@@ -365,22 +353,20 @@ class _Builder:
         rows.zstd += [packed and _is_zstd(info, part, name) for info in infos]
 
     def _gather_whole(
-        self, part: _Part, name: str, entry: TensorMetadata, places: dict[tuple[int, ...] | None, StorageInfo]
+        self, part: _Part, name: str, shape: Any, chunks: Sequence[Any], places: dict[Place, StorageInfo]
     ) -> bool:
         """Add a quantized or sparse tensor to `objects`, because it can only be read as a whole.
 
         Returns False, and adds nothing, if the tensor is not stored as a single piece.
         """
-        chunks = entry.chunks
-        if type(chunks) is not list or len(chunks) != 1 or len(places) != 1 or name in self.rows:
+        box: list[Any] = [getattr(chunk, key, None) for chunk in chunks for key in ("offsets", "sizes")]
+        if len(chunks) != 1 or not _are_counts(box) or any(box[0]) or box[1] != shape or name in self.rows:
             return False
-        (offset, info), size = next(iter(places.items())), getattr(chunks[0], "sizes", None)
-        if offset is None or any(offset) or size != entry.size or not _are_counts([size]):
-            return False
-        self.objects.setdefault(name, (info, part.name))
-        self.opaque[name] = "is quantized or sparse"
-        places.clear()
-        return True
+        info = places.pop((name, box[0]), None)
+        if info is not None:
+            self.objects.setdefault(name, (info, part.name))
+            self.opaque[name] = "is quantized or sparse"
+        return info is not None
 
     # --- columns
 

@@ -251,8 +251,12 @@ class Manifest:
 
     def catalog(self) -> Catalog:
         """Return the catalog. The entries of tensors are created on demand."""
-        placements = {PLACEMENTS: _Placements(self)} if self.placements else {}
-        info = replace(self.info, extra={**self.info.extra, **placements})
+        info = self.info
+        if self.placements:
+            distinct = [[mesh, list(texts)] for mesh, texts in self.placements]
+            rows = zip(self.tensors.names, self.tensors.placements.tolist(), strict=True)
+            placed = {name: distinct[row] for name, row in rows if row >= 0}
+            info = replace(info, extra={**info.extra, PLACEMENTS: placed})
         return Catalog(Entries(self), self.objects, info)
 
     # --- conversion from and to bytes
@@ -515,25 +519,6 @@ class Entries(Mapping[str, TensorEntry]):
     def _strides(self, start: int, stop: int) -> dict[int, tuple[int, ...]]:
         rows = self._strided[bisect.bisect_left(self._strided, start) : bisect.bisect_left(self._strided, stop)]
         return {row - start: self.manifest.slices.strides[row] for row in rows}
-
-
-class _Placements(Mapping[str, "list[Any]"]):
-    """The mapping `info.extra["placements"]`. Creates the value for a tensor on demand."""
-
-    def __init__(self, manifest: Manifest) -> None:
-        self._manifest = manifest
-        chosen = manifest.tensors.placements.tolist()
-        self._index = {name: row for name, row in zip(manifest.tensors.names, chosen, strict=True) if row >= 0}
-
-    def __len__(self) -> int:
-        return len(self._index)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._index)
-
-    def __getitem__(self, name: str) -> list[Any]:
-        mesh, texts = self._manifest.placements[self._index[name]]
-        return [mesh, list(texts)]
 
 
 # --- from a catalog to columns, and from columns to the arrays to pack
