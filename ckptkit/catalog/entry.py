@@ -257,6 +257,10 @@ class _WholeSlice(SliceArray):
 
     __slots__ = ("_nbytes", "_shape", "_start")
 
+    ranks = algorithm = digests = digest_starts = digest_nbytes = None
+    strides: Mapping[int, tuple[int, ...]] = {}
+    codecs: Mapping[int, Codec] = {}
+
     def __init__(self, paths: Sequence[str], start: int, nbytes: int, shape: tuple[int, ...]) -> None:
         self.paths = paths
         self._start = start
@@ -274,10 +278,6 @@ class _WholeSlice(SliceArray):
                 return np.zeros((1, len(self._shape)), np.int64)
             case "sizes":
                 return np.array(self._shape, np.int64).reshape(1, -1)
-            case "strides" | "codecs":
-                return {}
-            case "ranks" | "algorithm" | "digests" | "digest_starts" | "digest_nbytes":
-                return None
         raise AttributeError(name)
 
     def is_all_of(self, shape: tuple[int, ...]) -> bool:
@@ -288,6 +288,9 @@ class _WholeSlice(SliceArray):
 
     def byte_range(self, row: int) -> tuple[str, int, int]:
         return self.paths[0], self._start, self._nbytes
+
+    def byte_ranges(self) -> list[tuple[str, int, int]]:
+        return [(self.paths[0], self._start, self._nbytes)]
 
     def __len__(self) -> int:
         return 1

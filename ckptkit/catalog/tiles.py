@@ -191,7 +191,7 @@ def not_in_rows(entries: Sequence[TensorEntry]) -> list[TensorEntry]:
 def row_cuts(shapes: Sequence[tuple[int, ...]], boxes: Sequence[Boxes]) -> RowCuts:
     """Return the `RowCuts` of tensors with these shapes and boxes."""
     counts = np.fromiter(map(len, boxes), np.int64, len(boxes))
-    whole = np.fromiter((item.is_all_of(shape) for item, shape in zip(boxes, shapes, strict=True)), bool, len(boxes))
+    whole = np.array([item.is_all_of(shape) for item, shape in zip(boxes, shapes, strict=True)], bool)
     bounds = np.concatenate([[0], np.cumsum(counts)])
     offsets, sizes = np.zeros(int(bounds[-1]), np.int64), np.ones(int(bounds[-1]), np.int64)
     for index in np.flatnonzero(whole).tolist():
