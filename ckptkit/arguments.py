@@ -44,11 +44,7 @@ def location(name: str, value: object) -> str:
 
 
 def globs(name: str, value: object) -> tuple[str, ...]:
-    """Return globs as a tuple. A single str is one glob.
-
-    Raises:
-        UsageError: `value` is neither a str nor an iterable of str.
-    """
+    """Return globs as a tuple. A single str is one glob."""
     found = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, Iterable) else None
     if found is None or not all(isinstance(item, str) for item in found):
         raise wrong(name, value, "globs of names, such as ['*.lora_*']")

@@ -19,9 +19,6 @@ def parse_size(text: str | int | float, name: str = "") -> int:
 
     A bare number counts bytes. Units without an "i" are powers of ten: "5G" equals "5GB". Error messages show `name`
     as the name of the argument.
-
-    Raises:
-        UsageError: `text` is negative, infinite or not a size.
     """
     shown = f"{name}: {text!r}" if name else repr(text)
     if isinstance(text, (int, float)) and not isinstance(text, bool):
@@ -53,9 +50,6 @@ def parse_duration(text: str | int | float, name: str = "") -> float:
     """Return a duration in seconds. Accepts "90s", "5m", "1.5h", "2d" or 30.
 
     Error messages show `name` as the name of the argument.
-
-    Raises:
-        UsageError: `text` is negative, infinite or not a duration.
     """
     shown = f"{name}: {text!r}" if name else repr(text)
     if isinstance(text, (int, float)) and not isinstance(text, bool):

@@ -30,9 +30,6 @@ def entries_of(
         values: The unpickled content of each file (the result of `pickles.objects.plain`), by file name.
         sharded: True if the files are shards of one model. In that case, a name may occur only once.
         levels: How many levels of dicts are opened even if they contain no tensors.
-
-    Raises:
-        IncompleteCheckpointError: A file has only one rank's part of a tensor.
     """
     leaves: dict[str, _Leaf] = {}
     for file, value in values.items():

@@ -377,11 +377,7 @@ class _Compressed:
 
 
 class ZstdStream:
-    """Decompresses bytes from start to end. `source` is bytes, or has the method `read`.
-
-    Args:
-        file: What is decompressed, for messages.
-    """
+    """Decompresses bytes from start to end. `source` is bytes, or has the method `read`."""
 
     def __init__(self, source: Any, *, file: str, read_size: int = _COMPRESSED) -> None:
         try:

@@ -128,9 +128,6 @@ class SavedOptimizer:
         """Return the name of each numbered parameter, or None if the order and the shapes do not determine all names.
 
         The numbers in the result are strings, because DCP stores dict keys as strings.
-
-        Args:
-            params: The model's parameters, in module order.
         """
         shapes = self.shapes()
         numbers = [[str(param) for param in group["params"]] for group in self.groups]

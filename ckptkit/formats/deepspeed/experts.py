@@ -79,7 +79,6 @@ def parts_of(
 
     Raises:
         UnsupportedFormatError: The group has fewer partitions than there are ranks, and its parameters are not experts.
-        CorruptCheckpointError: The number of experts is not a multiple of the number of expert parallel ranks.
     """
     if partitions == world_size:
         return [Partition(range(world_size))]
@@ -106,11 +105,7 @@ def parts_of(
 
 
 def counted(experts: Iterable[str]) -> dict[str, int]:
-    """Return the number of experts in each layer, by the prefix of the layer's names.
-
-    Args:
-        experts: Names of the experts' weights.
-    """
+    """Return the number of experts in each layer, by the prefix of the layer's names."""
     found: dict[str, int] = {}
     for name in experts:
         match = _EXPERT.fullmatch(name)
@@ -124,9 +119,6 @@ def group_order(first: Mapping[str, Any], other: Mapping[str, Any], *, file: str
 
     The order of the expert groups differs between processes, because DeepSpeed iterates over a set to create them
     (deepspeed/moe/utils.py). Groups are matched by name. Groups with the same name have the same order on all ranks.
-
-    Args:
-        first, other: State of the optimizer from the files of rank 0 and of the other rank.
     """
     there: dict[tuple[Any, Any], list[int]] = {}
     for index, key in enumerate(_group_keys(other)):

@@ -97,9 +97,6 @@ def groups_of(
 
     With ZeRO-3, there is one flat group per subgroup. Without ZeRO-3, a parameter group of experts has one flat group
     per expert parallel rank, and any other parameter group has a single flat group.
-
-    Args:
-        experts: Names of the weights in the experts' files.
     """
     if optims is None:
         return []
@@ -184,12 +181,6 @@ def check_layout(
     The positions are uncertain if the recorded positions differ from those computed from the shapes. In a flat group of
     experts, one parameter is always compared. No file records which experts a rank has. ckptkit computes this from the
     rank, and the result could be wrong. Reads a few kilobytes per parameter.
-
-    Args:
-        copies: The low-precision weights by name.
-
-    Raises:
-        CorruptCheckpointError: A low-precision weight does not equal its master weight, cast to the same dtype.
     """
     asked: list[str] = []
     for group in groups:

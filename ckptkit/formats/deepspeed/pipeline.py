@@ -32,9 +32,6 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
     """Read a DeepSpeed pipeline checkpoint. The store's root is the directory of one tag, such as `global_step10`.
 
     Supports any number of stages, but no tensor parallelism.
-
-    Raises:
-        UnsupportedFormatError: The layers are split by tensor parallelism.
     """
     files = file_names(store.list())
     layers = _layers(store, files, options)

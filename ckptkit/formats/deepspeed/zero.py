@@ -67,8 +67,6 @@ def read_stage(
     """Read the optimizer files that belong to a model file, and check that the optimizer fits the model's weights.
 
     Args:
-        files: Names of all files that may be optimizer files.
-        copies: The low-precision weights by name.
         experts: Weights in the experts' files, or None if the experts have no files of their own.
     """
     optims = read_optim_states(store, files, models, options)
@@ -84,9 +82,6 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
     """Return the catalog of a DeepSpeed checkpoint. The store's root is the directory of one tag (`global_step10`).
 
     Reads no tensor bytes.
-
-    Raises:
-        UnsupportedFormatError: The checkpoint was written with tensor parallelism.
     """
     files = file_names(store.list())
     _refuse_foreign(store, files)
@@ -132,7 +127,6 @@ def catalog_of(
 
     Args:
         shared: Name of a tied weight -> the name under which the weight is stored.
-        layout: Name of the format.
         files: Additional files that belong to the checkpoint, with their sizes.
     """
     tensors = {name: joined.entry(name, Role.MODEL, fqn=name) for name, joined in weights.items()}

@@ -234,11 +234,7 @@ class FileLayout:
 
 
 def encode_names(text: str, names: Iterable[str]) -> bytes:
-    """Encode a header's JSON `text` as UTF-8.
-
-    Raises:
-        UnsupportedFormatError: A name has a lone surrogate, which UTF-8 can't represent.
-    """
+    """Encode a header's JSON `text` as UTF-8."""
     try:
         return text.encode()
     except UnicodeEncodeError as error:

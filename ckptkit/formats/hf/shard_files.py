@@ -15,11 +15,7 @@ _NUMBERED = re.compile(r"(.+)-(\d{5,})-of-(\d{5,})\.(\w+)")
 
 
 def read_index(store: Store, index: str, there: Collection[str]) -> dict[str, str]:
-    """Return the file of each tensor, as listed in an index such as `model.safetensors.index.json`.
-
-    Args:
-        there: Names of all files in the directory.
-    """
+    """Return the file of each tensor, as listed in an index such as `model.safetensors.index.json`."""
     info = store.info(index)
     if info is not None and info.size > _MAX_INDEX_BYTES:
         raise CorruptCheckpointError(
@@ -43,11 +39,7 @@ def read_index(store: Store, index: str, there: Collection[str]) -> dict[str, st
 
 
 def check_index(index: str, weight_map: Mapping[str, str], contents: Mapping[str, Collection[str]]) -> None:
-    """Check that each file contains exactly the tensors that the index lists.
-
-    Args:
-        contents: Names of the tensors in each file.
-    """
+    """Check that each file contains exactly the tensors that the index lists."""
     for name, file in weight_map.items():
         if name not in contents[file]:
             raise IncompleteCheckpointError(f"{index} says that tensor {name!r:.200} is in {file}, but it is not.")

@@ -46,13 +46,6 @@ def found_recipes(
 
     Args:
         headers: The `__metadata__` of each file.
-        tensors: All stored tensors, by name.
-        path: The file or directory, for messages.
-
-    Raises:
-        CorruptCheckpointError: The description of a weight in `__metadata__` is malformed, refers to a missing tensor,
-            or refers to a tensor that also belongs to another weight.
-        UnsupportedFormatError: A class is not one of `CLASSES`.
     """
     recipes: dict[str, Recipe] = {}
     names: dict[str, str] = {}
@@ -149,7 +142,6 @@ def describe_tensors(names: Iterable[str], recipes: Mapping[str, Recipe]) -> dic
     """Return the `__metadata__` that describes a model's tensors.
 
     Args:
-        names: Names of the plain tensors.
         recipes: Describes how each quantized weight is split into plain tensors (see `subclasses`). The class of each
             weight must be one of `CLASSES`.
 

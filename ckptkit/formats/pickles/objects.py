@@ -216,10 +216,6 @@ def plain(value: Any, *, file: str, read: Callable[[StoredTensor], Any] | None =
 
     Args:
         read: Returns a tensor's value. Without `read`, tensors stay `StoredTensor`s.
-
-    Raises:
-        CorruptCheckpointError: `value` is nested too deeply, or contains itself.
-        UnsupportedFormatError: `value` would expand to more than a few million values if nothing were shared.
     """
     return guarded(file, lambda: _Plain(read).of(value, 0)[0])
 

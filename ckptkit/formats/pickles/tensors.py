@@ -101,11 +101,7 @@ class StoredTensor(Stub):
         return _extent(self.shape, self.strides) * self.itemsize
 
     def same_storage(self, other: StoredTensor) -> bool:
-        """Return whether the storages of two tensors have the same bytes. Compares CRC-32s, without reading the bytes.
-
-        Raises:
-            UnsupportedFormatError: A CRC-32 is not known.
-        """
+        """Return whether the storages of two tensors have the same bytes, judging by their CRC-32s."""
         if self.storage.nbytes != other.storage.nbytes:
             return False
         for tensor in (self, other):

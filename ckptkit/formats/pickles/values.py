@@ -16,11 +16,7 @@ _MAX_DIMS = 32
 
 
 def numpy_dtype(name: Any, order: Any = "=") -> np.dtype[Any]:
-    """Return the numpy dtype with this name, for numbers or strings. `order` is ">" for big-endian bytes.
-
-    Raises:
-        UnsupportedFormatError: The dtype is for objects, records or dates.
-    """
+    """Return the numpy dtype with this name, for numbers or strings. `order` is ">" for big-endian bytes."""
     if not isinstance(name, str) or not _NUMPY_DTYPE.fullmatch(name):
         raise UnsupportedFormatError(f"holds a numpy array of dtype {name!r:.60}, which is not supported.")
     found: np.dtype[Any] = np.dtype(name)

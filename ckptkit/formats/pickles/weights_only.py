@@ -147,11 +147,7 @@ def _tensors(value: Any, depth: int) -> Iterator[Any]:
 
 
 def _plain_object(archive: Archive) -> Any:
-    """Return the value in an archive that contains only plain data and dense tensors.
-
-    Raises:
-        UnsafePickleError: The archive contains something else. The message names the class.
-    """
+    """Return the value in an archive that contains only plain data and dense tensors."""
     label, tensors = archive.file, _Tensors(archive)
 
     def resolve(module: str, name: str) -> Any:

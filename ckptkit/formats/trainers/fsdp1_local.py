@@ -57,8 +57,6 @@ def read(
     """Return the catalog of FSDP1 LOCAL rank files.
 
     Args:
-        names: Names of the files, in rank order.
-        values: Contents of each file.
         optimizer: DCP catalog of the optimizer, from which the shapes of the trained parameters are taken.
     """
     units = [name for name in values[0] if name.endswith(_SUFFIX)]
@@ -226,12 +224,9 @@ def _from_units(layout: Mapping[str, Unit], vectors: Mapping[str, FlatVector]) -
 
 
 def _units_of(shapes: Mapping[str, Shape], vectors: Mapping[str, FlatVector]) -> dict[str, Unit]:
-    """Assign the model's parameters to the flat parameters of the units.
+    """Assign the model's parameters, given in module order, to the flat parameters of the units.
 
     A parameter goes to the innermost unit that contains the parameter. Within a unit, the module order is kept.
-
-    Args:
-        shapes: Shapes of the parameters, in module order.
     """
     if not shapes:
         raise UnsupportedFormatError(

@@ -31,11 +31,7 @@ def is_megatron(store: Store, files: list[str]) -> bool:
 
 
 def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog:
-    """Read the DCP checkpoint at the store's root. Optimizer states are recognized by Megatron's names.
-
-    Raises:
-        UnsupportedFormatError: The checkpoint was not written by the torch_dist backend.
-    """
+    """Read the DCP checkpoint at the store's root. Optimizer states are recognized by Megatron's names."""
     content = read_json(store, METADATA)
     backend = content.get("sharded_backend") if isinstance(content, dict) else None
     if backend not in ("torch_dist", "torch_dcp", "fsdp_dtensor"):

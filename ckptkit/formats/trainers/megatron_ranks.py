@@ -21,13 +21,9 @@ def rank_directories(directories: Iterable[str]) -> list[str]:
 
 
 def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog:
-    """Return the catalog of the only rank's file.
+    """Return the catalog of the only rank's file. Refuses several: no file says along which dimension to join tensors.
 
     If the rank's directory also contains `distrib_optim.pt` (from the distributed optimizer), a note names this file.
-
-    Raises:
-        UnsupportedFormatError: There are several ranks. They can't be joined, because no file records the dimension
-            along which a tensor is split.
     """
     ranks = rank_directories(item.path for item in store.list() if item.kind == "directory")
     if len(ranks) > 1:

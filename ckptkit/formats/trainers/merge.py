@@ -59,7 +59,6 @@ def assembled(store: Store, parts: Sequence[Catalog], info: CatalogInfo, objects
     """Return the catalog of a checkpoint that consists of several parts and of files at the store's root.
 
     Args:
-        parts: The catalogs of the parts.
         info: The info of the whole checkpoint. Missing fields are taken from the parts.
         objects: Files of additional objects, such as a scheduler, by the object's name. Missing files are left out.
     """

@@ -56,7 +56,6 @@ def read_optimizer(
         values: The `Optimizer.state_dict()` of each rank, in rank order.
         params: The model's parameters in module order, without wrapper names. A tied parameter is listed once.
             []: the order of the states is unknown.
-        what: The file name, with "{rank}" in place of the rank.
         names: Parameter name of each index, if known.
     """
     found = OptimizerState()
@@ -251,12 +250,14 @@ def read_flat_optimizer(values: Mapping[int, Mapping[str, Any]], params: Sequenc
     Args:
         values: The `Optimizer.state_dict()` of each rank that has a shard, in the order of the shards. If there are
             several replicas, only the ranks of one replica.
-        params: The model's parameters in module order.
     """
-    indices = [index for group in _groups(values) for index in group["params"]]
+    groups = next(iter(values.values()))["param_groups"]
+    indices = [index for group in groups for index in group["params"]]
     for units in ([[param] for param in params], _blocks(params), [list(params)]):
-        if len(units) == len(indices) and all(_flat_fits(values, i, u) for i, u in zip(indices, units, strict=True)):
-            return _flat_entries(values, dict(zip(indices, units, strict=True)))
+        if len(units) == len(indices):
+            found = _flat_entries(values, groups, dict(zip(indices, units, strict=True)))
+            if found is not None:
+                return found
     return None
 
 
@@ -272,10 +273,6 @@ def _blocks(params: Sequence[Param]) -> list[list[Param]]:
     return [members for members in units.values() if members]
 
 
-def _groups(values: Mapping[int, Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-    return next(iter(values.values()))["param_groups"]  # type: ignore[no-any-return]
-
-
 def _flat_states(values: Mapping[int, Mapping[str, Any]], index: Any) -> dict[str, list[tuple[int, StoredTensor]]]:
     """Return {state name: [(rank, 1-D tensor), ...]} of the parameter or FSDP unit that has this index.
 
@@ -289,21 +286,21 @@ def _flat_states(values: Mapping[int, Mapping[str, Any]], index: Any) -> dict[st
     return found
 
 
-def _flat_fits(values: Mapping[int, Mapping[str, Any]], index: Any, unit: Sequence[Param]) -> bool:
-    states = _flat_states(values, index)
-    total = sum(math.prod(param.shape) for param in unit)
-    padded = [-(-total // len(values))] * len(values)
-    for parts in states.values():
-        numels = [tensor.numel for _, tensor in parts]
-        if sum(numels) != total and not (len(unit) > 1 and numels == padded):
-            return False
-    return bool(states)
-
-
-def _flat_entries(values: Mapping[int, Mapping[str, Any]], units: Mapping[Any, Sequence[Param]]) -> OptimizerState:
+def _flat_entries(
+    values: Mapping[int, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]], units: Mapping[Any, Sequence[Param]]
+) -> OptimizerState | None:
+    """Return the entries if each index belongs to these parameters, or None if a size does not fit."""
     found = OptimizerState()
     for index, unit in units.items():
-        for state, parts in _flat_states(values, index).items():
+        total = sum(math.prod(param.shape) for param in unit)
+        padded = [-(-total // len(values))] * len(values)
+        states = _flat_states(values, index)
+        if not states:
+            return None
+        for state, parts in states.items():
+            numels = [tensor.numel for _, tensor in parts]
+            if sum(numels) != total and not (len(unit) > 1 and numels == padded):
+                return None
             vector = FlatVector.of_ranks(parts)
             position = 0
             for param in unit:
@@ -320,8 +317,7 @@ def _flat_entries(values: Mapping[int, Mapping[str, Any]], units: Mapping[Any, S
                 elif not is_tensor(value) and plain_value(value):
                     found.add_value(param.fqn, state, value)
     settings = [
-        {**group, "params": [param.fqn for index in group["params"] for param in units[index]]}
-        for group in _groups(values)
+        {**group, "params": [param.fqn for index in group["params"] for param in units[index]]} for group in groups
     ]
     found.objects.update(group_objects(settings, {}))
     found.notes.append("FSDP1 optimizer: the wrapped modules were inferred from the sizes, which all match.")

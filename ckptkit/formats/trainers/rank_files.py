@@ -1,7 +1,8 @@
 """Reads checkpoints with one torch.save file per rank, and joins the parts of each tensor.
 
 `join` accepts DTensors, ShardedTensors, and plain tensors that are complete on every rank. `FlatVector` cuts parameters
-out of the ranks' pieces of a flat vector, in which several parameters are concatenated.
+out of the ranks' pieces of a flat vector, in which several parameters are concatenated. `what` and `pattern` are file
+names for messages, with "{rank}" in place of the rank.
 """
 
 from __future__ import annotations
@@ -35,7 +36,6 @@ class Joined:
 
     Attributes:
         notes: Messages about replicas that differ.
-        what: The files' name for messages, with "{rank}" in place of the rank.
     """
 
     dtype: str
@@ -78,8 +78,6 @@ def read_ranks(
     """Return the values in the files of all ranks, in rank order, after checking that each rank has a file.
 
     Args:
-        ranks: The files by rank.
-        pattern: The file name for messages, with "{rank}" in place of the rank.
         world_size: By default, the highest rank, plus one.
     """
     missing_ranks(ranks, max(ranks) + 1 if world_size is None else world_size, pattern)
@@ -127,7 +125,6 @@ def join_model(state_dicts: Sequence[Any], *, what: str, where: str = "") -> Ran
     """Join the model's state dicts of all ranks, and check that the parts cover each tensor.
 
     Args:
-        what: The file name for messages, with "{rank}" in place of the rank.
         where: Description of where the state dict was searched, for messages.
 
     Raises:
@@ -181,13 +178,9 @@ def parameters(state_dict: Mapping[str, Any], entries: Mapping[str, TensorEntry]
 
 
 def join(values: Sequence[Mapping[Key, Any]], *, what: str) -> dict[Key, Joined]:
-    """Join the tensors of all ranks by name.
+    """Join the tensors of all ranks by name. Values that are not tensors are ignored.
 
     The result lists rank 0's names in rank 0's order, then the names that only rank 1 adds, and so on.
-
-    Args:
-        values: The values that each rank saved, in rank order. Values that are not tensors are ignored.
-        what: The file name for messages, with "{rank}" in place of the rank.
     """
     names = dict.fromkeys(name for value in values for name, tensor in value.items() if is_tensor(tensor))
     return {
@@ -362,11 +355,7 @@ class FlatVector:
 
 
 def missing_ranks(found: Iterable[int], world_size: int, pattern: str) -> None:
-    """Check that each rank's file exists.
-
-    Args:
-        pattern: The file name, with "{rank}" in place of the rank.
-    """
+    """Check that each rank's file exists."""
     ranks = set(found)
     if not 0 < world_size <= _MAX_RANKS or max(ranks, default=0) >= world_size:
         raise CorruptCheckpointError(
@@ -392,7 +381,6 @@ def check_steps(states: Sequence[Sequence[Any]], names: Sequence[str]) -> None:
 
     Args:
         states: For each rank, the states of the rank's parameters: {"step": ..., "exp_avg": ...}.
-        names: Name of each rank's file.
     """
     counts = [frozenset(_counts(state)) for state in states]
     first = next((rank for rank, found in enumerate(counts) if found), None)

@@ -51,9 +51,6 @@ def local_parts(
             tensor parallelism has already split (7 rows over dp 3, tp 2). The rank then has other rows than torch
             computes from the placements. Both results are tried, FSDP2's first. An empty local tensor matches an empty
             result of any shape, because FSDP2 changes all sizes of an empty local tensor.
-
-    Raises:
-        UnsupportedFormatError: A placement is partial: the values must still be summed over ranks.
     """
     return list(_local_parts(shape, tuple(mesh_shape), tuple(coordinate), tuple(placements), local_shape))
 

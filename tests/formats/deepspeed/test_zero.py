@@ -330,17 +330,6 @@ def test_moments_of_experts_have_the_positions_of_their_masters():
 LAYER = "m.deepspeed_moe.experts.deepspeed_experts."
 
 
-def test_the_config_can_give_neighbouring_ranks_the_same_experts():
-    def ranks(first: bool) -> list[list[int]]:
-        params = {f"{LAYER}{i}.w": (2,) for i in range(3)}
-        parts = parts_of(params, partitions=2, world_size=6, data_first=first, counts={LAYER: 9})
-        assert [list(part.renamed(params))[-1].split(".")[-2] for part in parts] == ["2", "5", "8"]
-        return [list(part.ranks) for part in parts]
-
-    assert ranks(False) == [[0, 3], [1, 4], [2, 5]]
-    assert ranks(True) == [[0, 1], [2, 3], [4, 5]]
-
-
 def test_a_split_parameter_group_counts_all_experts_of_its_rank():
     """DeepSpeed splits large groups into several."""
     params = {f"{LAYER}1.w": (2,)}
