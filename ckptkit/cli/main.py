@@ -16,6 +16,8 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
+from ckptkit.version import __version__
+
 # name -> one-line description. The module ckptkit.cli.<name> defines the subcommand as `command`.
 _COMMANDS = {
     "convert": "Convert any checkpoint to Hugging Face, DCP, torch or LOCAL files.",
@@ -115,8 +117,6 @@ class _PathArgument(click.types.StringParamType):
 
 def _print_version(ctx: click.Context, _param: click.Parameter, value: bool) -> None:
     if value and not ctx.resilient_parsing:
-        from ckptkit.version import __version__
-
         click.echo(f"ckptkit {__version__}")
         ctx.exit()
 

@@ -10,6 +10,7 @@ import click
 
 from ckptkit.cli.frame import if_interrupted, is_quiet, json_option, print_json, progress_bar, shortened
 from ckptkit.cli.options import Count, OneOf, grouped
+from ckptkit.storage.store import split_url
 from ckptkit.units import format_size
 
 if TYPE_CHECKING:
@@ -86,7 +87,6 @@ def _plan_lines(report: ConvertReport) -> list[str]:
 def interrupted_words(dst: str, *, overwrite: bool) -> str:
     """Return a message that says whether DST has changed, where the finished part is, and how to continue."""
     from ckptkit.offline.copying.resume import left_beside
-    from ckptkit.storage.store import split_url
 
     if split_url(dst)[0] != "file":
         old = f"{dst} is unchanged, or its complete replacement is in {dst}/.ckptkit-new"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from ckptkit.cli.frame import StorageOptions, command_frame, json_option, print_json, storage_option
+from ckptkit.errors import CheckpointNotFoundError, UsageError
 
 
 @click.command("pin")
@@ -20,7 +21,6 @@ def command(url: str, why: str | None, as_json: bool, storage_options: StorageOp
     """
     from ckptkit.checkpoint.run.address import resolve_checkpoint
     from ckptkit.checkpoint.run.pins import pin_forever
-    from ckptkit.errors import UsageError
 
     if why is not None and not why.strip():
         raise UsageError("--why is empty: give a reason that others will understand.")
@@ -36,7 +36,6 @@ def command(url: str, why: str | None, as_json: bool, storage_options: StorageOp
 def check_exists(address: str, storage_options: StorageOptions) -> None:
     """Raise CheckpointNotFoundError if there is nothing at `address`."""
     from ckptkit.checkpoint.run.pins import split_checkpoint_url
-    from ckptkit.errors import CheckpointNotFoundError
     from ckptkit.formats.detect import not_there
     from ckptkit.storage.local import is_directory
 

@@ -14,15 +14,18 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 from ckptkit.arguments import Location, check_int, globs, location
 from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.catalog.dtypes import export_dtype
+from ckptkit.catalog.entry import Catalog, Role
 from ckptkit.errors import CheckpointNotFoundError, UnsupportedFormatError, UsageError
 from ckptkit.formats.options import ReadOptions
 from ckptkit.gc_pause import collector_paused
 from ckptkit.offline.conversion import ConvertReport, How, conclude
 from ckptkit.offline.copying.copier import Progress
 from ckptkit.offline.copying.plan import OutputFile, Plan
-from ckptkit.offline.export.files import check_headers
+from ckptkit.offline.export.base import BaseModel, beside_source, export_config, open_base
+from ckptkit.offline.export.checksums import write_checksums
+from ckptkit.offline.export.files import check_headers, hf_files, torch_file
 from ckptkit.offline.export.hf import HFExport, export_tensors, has_quantized, plan_export
-from ckptkit.offline.export.weights import ExportOptions
+from ckptkit.offline.export.weights import ExportOptions, choose_weights
 from ckptkit.offline.publish import Options, OutputPlace, open_target, options_of_both
 from ckptkit.offline.reading import open_pinned, reads_checkpoints
 from ckptkit.offline.serving import serving
@@ -30,10 +33,8 @@ from ckptkit.storage.retry import patient
 from ckptkit.units import first_few, parse_size
 
 if TYPE_CHECKING:
-    from ckptkit.catalog.entry import Catalog
     from ckptkit.formats.detect import Source
     from ckptkit.keymaps.keymap import NameMap
-    from ckptkit.offline.export.base import BaseModel
     from ckptkit.offline.resharding.rank_files import Laid
     from ckptkit.offline.resharding.seal import Seal
     from ckptkit.offline.vocabulary import NewRows
@@ -174,10 +175,7 @@ def _with_base(
     Returns the joined source, and the options and base URL for exporting it. Returns the arguments unchanged if the
     source is not an adapter without base weights, or if --base contains no weights.
     """
-    from ckptkit.catalog.entry import Role
     from ckptkit.offline.export.adapters import base_name, changes_base, without_base
-    from ckptkit.offline.export.base import beside_source
-    from ckptkit.offline.export.weights import choose_weights
     from ckptkit.offline.joined import join
 
     adapter = source.catalog.by_role(Role.MODEL)
@@ -251,8 +249,6 @@ def write(src: str, source: Source, export: HFExport, options: ExportOptions, ou
     def look(store: Store) -> str:
         compared = check_headers(plan, store)
         if output.sha256:
-            from ckptkit.offline.export.checksums import write_checksums
-
             write_checksums(store, [file.path for file in plan.files])
         return f"{compared} header entr{'y matches' if compared == 1 else 'ies match'} the plan"
 
@@ -292,8 +288,6 @@ def choose(
     """Return the planned contents of the result: tensors under their new names, and small files."""
     known = own = None
     if base is not None:
-        from ckptkit.offline.export.base import beside_source, open_base
-
         if source.joined:  # the source includes the base model's weights
             weights, adapter = source.joined
             known = beside_source(weights.store, weights.catalog)
@@ -309,8 +303,6 @@ def choose(
     tensors, dropped, notes = export_tensors(source.catalog, options=options, config=config)
     side: BaseModel | None = None
     if to == "dcp" or options.vocabulary is not None:
-        from ckptkit.offline.export.base import beside_source
-
         own = beside_source(source.store, source.catalog)
         side = known.over(own) if known is not None else own
     if options.vocabulary is not None and side is not None:
@@ -328,8 +320,6 @@ def choose(
     ]
     files: tuple[OutputFile, ...] = ()
     if to == "dcp" and side is not None and side.config is not None:
-        from ckptkit.offline.export.base import export_config
-
         corrected, said = export_config(side.config, dtype=None, untied=False, quantized=has_quantized(tensors))
         side, notes = replace(side, config=corrected), (*notes, *said)
     if to == "dcp" and side is not None:  # so that a later conversion to hf restores the model's side files
@@ -360,15 +350,11 @@ def _lay_out(source: Source, export: HFExport, place: OutputPlace, output: Outpu
         plan, sealing = plan_local(catalog, tensors, mesh, identity_of(source, output.dst, output.how.here))
         return (list(plan.files), list(plan.placements), plan.last), sealing
     if to == "torch":
-        from ckptkit.offline.export.files import torch_file
-
         return torch_file(catalog, tensors, path=place.file_name), None
     if to == "dcp":
         from ckptkit.offline.resharding.rank_files import dcp_files
 
         return dcp_files(catalog, tensors, world_size=world_size or 1), None
-    from ckptkit.offline.export.files import hf_files
-
     adapter = export.kind == "adapter"
     size = output.max_shard_size
     return hf_files(catalog, tensors, max_shard_size=size, metadata=export.metadata, adapter=adapter), None

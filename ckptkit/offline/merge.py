@@ -29,6 +29,7 @@ from ckptkit.errors import (
 from ckptkit.formats.dcp.class_records import recipes_of
 from ckptkit.formats.dcp.subclasses import outer_name
 from ckptkit.formats.options import ReadOptions
+from ckptkit.formats.own.record import step_of_name
 from ckptkit.offline.conversion import ConvertReport, How
 from ckptkit.offline.convert import Format, Output, Weights, choose, key_map_of, write
 from ckptkit.offline.copying.copier import Progress
@@ -38,6 +39,7 @@ from ckptkit.offline.export.weights import ExportOptions
 from ckptkit.offline.joined import join, taken_from
 from ckptkit.offline.publish import options_of_both
 from ckptkit.offline.reading import open_pinned, reads_checkpoints
+from ckptkit.storage.open import open_store
 from ckptkit.storage.retry import patient
 from ckptkit.units import counted, first_few, parse_size
 
@@ -244,9 +246,7 @@ def _of_run(
     if last is not None:
         check_int("last", last, least=2)
     from ckptkit.checkpoint.run.inventory import list_checkpoints
-    from ckptkit.formats.own.record import step_of_name
     from ckptkit.offline.listing import nothing_of_ours
-    from ckptkit.storage.open import open_store
 
     run = sources[0].rstrip("/")
     root = open_store(run, storage_options=storage_options)

@@ -12,7 +12,8 @@ from typing import Any, Literal, ParamSpec, TypeVar
 
 from ckptkit.catalog.entry import Catalog
 from ckptkit.checkpoint.run.address import resolve_url
-from ckptkit.checkpoint.run.pins import split_checkpoint_url
+from ckptkit.checkpoint.run.coordinator import Coordinator
+from ckptkit.checkpoint.run.pins import pin_url, split_checkpoint_url
 from ckptkit.errors import (
     CheckpointNotFoundError,
     CkptkitError,
@@ -26,7 +27,7 @@ from ckptkit.formats.detect import Source, open_source
 from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.own.record import CommitRecord, find_record, step_of_name
 from ckptkit.offline.copying.resume import identities
-from ckptkit.offline.publish import is_one_of_many
+from ckptkit.offline.publish import is_one_of_many, process_group
 
 # --- Detecting changes to source files during a command, because checkpoints in other formats cannot be pinned
 
@@ -196,9 +197,6 @@ def open_pinned(
 def _opened_together(
     reading: _Reading, url: str, storage_options: Mapping[str, Any] | None, options: ReadOptions | None
 ) -> Source:
-    from ckptkit.checkpoint.run.coordinator import Coordinator
-    from ckptkit.offline.publish import process_group
-
     reading.pins.enter_context(process_group())
     coordinator = reading.pins.enter_context(closing(Coordinator()))
     opened: list[Source] = []
@@ -229,8 +227,6 @@ def _opened(
             if not info.format.startswith("ckptkit-") or "digests" not in info.extra:
                 reading.sources.append(source)
                 return source  # ckptkit did not commit it, and therefore never deletes it
-            from ckptkit.checkpoint.run.pins import pin_url
-
             pin = pin_url(source.url, why=reading.why, storage_options=storage_options)
             with ExitStack() as stack:
                 record = stack.enter_context(pin)

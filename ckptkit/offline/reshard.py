@@ -21,6 +21,7 @@ from ckptkit.offline.reading import open_pinned, reads_checkpoints
 from ckptkit.offline.resharding.mesh import TargetMesh, TPPlan
 from ckptkit.offline.resharding.plan import Identity, plan_reshard
 from ckptkit.offline.vocabulary import NewRows, VocabSize
+from ckptkit.storage.open import open_store
 from ckptkit.storage.retry import patient
 from ckptkit.units import first_few, parse_size
 
@@ -166,7 +167,6 @@ def _sequence(
     Checkpoints with the same number are ordered by step, and then by date.
     """
     from ckptkit.checkpoint.run.inventory import list_checkpoints
-    from ckptkit.storage.open import open_store
 
     try:
         committed = list_checkpoints(open_store(parent, storage_options=storage_options)).committed

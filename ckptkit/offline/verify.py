@@ -25,7 +25,7 @@ from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.own.outline import PREFIX, Part, outline, parts_of, spares_of
 from ckptkit.formats.own.reader import OBJECTS_NAME
 from ckptkit.formats.own.record import MANIFEST_NAME, RECORD_NAME
-from ckptkit.formats.pickles.objects import read_object
+from ckptkit.formats.pickles.objects import decode_record, read_object
 from ckptkit.formats.pickles.zip import Archive, file_size
 from ckptkit.formats.state_names import OPTIMIZER_FILE, STATE_FILE
 from ckptkit.formats.torch_save import read_torch_file
@@ -540,8 +540,6 @@ def _check(store: Store, reader: Store | BlockReader, check: Check) -> Problem |
 def _chunks(store: Store, reader: Store | BlockReader, check: Check) -> Iterator[memoryview | bytes]:
     start, stop = check.digest.start, check.digest.start + check.digest.nbytes
     if check.codec is not None:
-        from ckptkit.formats.pickles.objects import decode_record
-
         yield memoryview(decode_record(store, check.path, check.codec))[start:stop]
         return
     buffer = memoryview(bytearray(min(_CHUNK, stop - start)))

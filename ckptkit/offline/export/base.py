@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ckptkit.catalog.dtypes import from_safetensors
 from ckptkit.catalog.entry import Catalog
 from ckptkit.errors import CheckpointNotFoundError, CorruptCheckpointError, UnsafePathError, UnsupportedFormatError
 from ckptkit.formats.hf import safetensors
@@ -227,8 +228,6 @@ def _from_hub(base: str) -> BaseModel:
     except unreachable:
         note = f"shapes of {repo} could not be read from the hub; only names are checked" if found.wanted else ""
     else:
-        from ckptkit.catalog.dtypes import from_safetensors
-
         wanted = {
             name: WantedTensor(dtype.name, dtype.in_bytes(info.shape))
             for file in metadata.files_metadata.values()

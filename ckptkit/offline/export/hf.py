@@ -25,6 +25,9 @@ from ckptkit.formats.dcp.subclasses import SEPARATOR, Recipe, outer_name
 from ckptkit.formats.hf.torchao import describe_tensors, stored_name
 from ckptkit.offline.copying.plan import OutputFile, OutputTensor
 from ckptkit.offline.export.base import BaseModel, WantedTensor, beside_source, export_config
+from ckptkit.offline.export.check import absent_layers, compare_with_base, shown, unexpected_buffers
+from ckptkit.offline.export.model_card import CardFacts, model_card
+from ckptkit.offline.export.tied import restore_embedding, same_values, settle_tied
 from ckptkit.offline.export.weights import ExportOptions, matches, select_targets, several_models
 from ckptkit.storage.store import Store
 from ckptkit.units import counted, first_few
@@ -417,8 +420,6 @@ def _adapter_tensors(draft: _Draft, split: AdapterSplit) -> dict[str, OutputTens
 def _finish(draft: _Draft, tensors: dict[str, OutputTensor], kind: Literal["model", "adapter"], url: str) -> HFExport:
     _check_dtypes(tensors)
     if draft.faults and draft.options.strict:
-        from ckptkit.offline.export.check import shown
-
         raise CheckpointMismatchError(
             f"the checkpoint does not match {draft.base.where}:\n  " + "\n  ".join(shown(draft.faults)) + _advice(draft)
         )
@@ -434,8 +435,6 @@ def _finish(draft: _Draft, tensors: dict[str, OutputTensor], kind: Literal["mode
         if name not in used
     ]
     if draft.options.card:
-        from ckptkit.offline.export.model_card import CardFacts, model_card
-
         facts = CardFacts(
             url, kind, sum(counts.values()),
             sum(n * dtype_of(name).itemsize for name, n in counts.items()), counts, draft.weights, draft.key_map,
@@ -470,8 +469,6 @@ def _compared_with(draft: _Draft) -> str:
 def _settle_tied(draft: _Draft, store: Store) -> None:
     if not draft.base.config:
         return
-    from ckptkit.offline.export.tied import restore_embedding, same_values, settle_tied
-
     tensors = draft.catalog.tensors
 
     def same(first: Target, second: Target) -> bool:
@@ -546,8 +543,6 @@ def _whole_source(target: Target) -> str | None:
 def _drop_buffers(draft: _Draft) -> None:
     if not draft.base.wanted:
         return
-    from ckptkit.offline.export.check import unexpected_buffers
-
     for name, reason in unexpected_buffers(draft.targets, draft.base.wanted, _model_type(draft.base.config)).items():
         for source in draft.targets.pop(name).sources:
             draft.dropped[source] = reason
@@ -556,12 +551,8 @@ def _drop_buffers(draft: _Draft) -> None:
 def _compare(draft: _Draft) -> None:
     if not draft.base.wanted:
         if draft.base.config and not (draft.options.include or draft.options.exclude):
-            from ckptkit.offline.export.check import absent_layers
-
             draft.faults += absent_layers(draft.targets, draft.base.config)
         return
-    from ckptkit.offline.export.check import compare_with_base
-
     result = compare_with_base(draft.targets, draft.base, untied=draft.untied)
     draft.notes += result.notes
     draft.missing = list(result.missing)

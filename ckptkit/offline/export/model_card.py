@@ -13,6 +13,7 @@ from ckptkit.catalog.entry import Catalog
 from ckptkit.digests import SHA256, new_hasher
 from ckptkit.formats.replaceable import marked
 from ckptkit.units import format_count, format_size
+from ckptkit.version import __version__
 
 _SPECIAL = re.compile(r"([\\`*_{}\[\]()#+!|~])")
 _REPO = re.compile(r"[\w.-]+/[\w.-]+")
@@ -42,8 +43,6 @@ class CardFacts:
 
 def model_card(catalog: Catalog, facts: CardFacts) -> str:
     """Return the text of README.md."""
-    from ckptkit.version import __version__
-
     info = catalog.info
     library = "peft" if facts.kind == "adapter" else "transformers"
     front = [f"library_name: {library}"]
