@@ -103,7 +103,7 @@ def clean_leftovers(
             continue
         try:
             left = [] if dry_run else _remove(root, path)
-        except OSError as error:
+        except (OSError, CkptkitError) as error:
             warn_once(logger, f"{root.url}/{path}", "could not be removed: %s", error)
             continue
         if not left:

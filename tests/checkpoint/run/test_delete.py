@@ -307,6 +307,19 @@ def test_a_foreign_directory_that_appears_during_an_overwrite_is_left_unchanged(
     assert held(step).keys() == theirs(step).keys() and check(run) == [1, 2, 3, 4] and leftovers(run) == []
 
 
+def test_foreign_files_that_cannot_be_moved_back_stay_and_do_not_block_saves(run, tmp_path_factory, caplog):
+    trash = run / ".trash-step_00000001-0123456789abcdef"
+    shutil.copytree(run / "step_00000001", trash)
+    theirs(trash)
+    (run / "step_00000001" / "eval").symlink_to(tmp_path_factory.mktemp("outside"))
+    save(run, 5)
+    assert "could not be removed" in caplog.text and "eval leads through a symbolic link" in caplog.text
+    assert (trash / "eval" / "results.json").exists() and list_checkpoints(open_store(str(run))).latest.step == 5
+    (run / "step_00000001" / "eval").unlink()
+    save(run, 6)
+    assert (run / "step_00000001" / "eval" / "results.json").exists() and leftovers(run) == []
+
+
 def test_foreign_files_in_a_dead_staging_directory_stay_and_are_logged_once(run, caplog):
     def fail(store: LocalStore) -> None:
         store.write("notes.txt", b"mine")
