@@ -310,24 +310,23 @@ def capture(state: TrainState, *, rank: int = 0, step: int | None = None) -> Cap
             # Large tensors in the extra state are not weights, so their keys must not begin with the model's section.
             captured.objects[f"{key}.extra_state"] = encode(extra_state, f"extra_state.{key}", captured.loose)
     stepped = [p for optimizer in optimizers.values() for group in optimizer.param_groups for p in group["params"]]
-    names = parameter_names(state, live_models, stepped)
+    names, weights = parameter_names(state, live_models, stepped), _by_fqn(live_models)
     for name, optimizer in optimizers.items():
         key = section("optimizer", name)
-        captured.optimizers[key] = taken = capture_optimizer(optimizer, names, key, state.layout, _by_fqn(live_models))
-        taken.tree.update(_other_names(captured, models, live_models, names, taken))
+        captured.optimizers[key] = taken = capture_optimizer(optimizer, names, key, state.layout, weights)
+        taken.tree.update(_other_names(weights, names, taken))
         captured.loose.update(taken.loose)
         captured.objects[key] = taken.tree
         recipes.update({f"{key}.state.{fqn}.{item}": recipe for (fqn, item), recipe in taken.recipes.items()})
     if recipes:
         captured.objects[SUBCLASSES] = recipes
     if state.layout:
-        _globalize(captured, state, live_models)
-    for name, (key, tensors) in zip(models, captured.models.items(), strict=True):
-        prefix, weights = f"{name}." if name else "", live_models[key]
+        _globalize(captured, state.layout, weights)
+    for key, tensors in captured.models.items():
         plain = {k: outer_name(k, recipes, f"{key}.") for k, v in tensors.items() if not isinstance(v, DTensor)}
-        alike = (k for k, fqn in plain.items() if isinstance(weights[fqn], Parameter))
+        alike = (k for k, fqn in plain.items() if isinstance(live_models[key][fqn], Parameter))
         captured.alike.update(
-            f"{key}.{k}" for k in alike if not is_declared(state.layout, prefix + plain[k], "per_rank")
+            f"{key}.{k}" for k in alike if not is_declared(state.layout, _fqn(key, plain[k]), "per_rank")
         )
         tensors.update({k: without_subclass(tensors[k]) for k in plain})  # the live tensors keep their class
     _capture_objects(captured, state, rank)
@@ -361,13 +360,14 @@ def _capture_objects(captured: Captured, state: TrainState, rank: int) -> None:
     refuse_hidden("", captured.loose)
 
 
-def _by_fqn(live: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Return the tensors of all models by the FQNs that optimizers use. `live`: the models' tensors, by section."""
-    return {
-        f"{key.removeprefix('model_')}.{fqn}" if key != "model" else fqn: tensor
-        for key, tensors in live.items()
-        for fqn, tensor in tensors.items()
-    }
+def _fqn(section: str, name: str) -> str:
+    """Return a tensor's name in optimizers and layouts: if there are several models, with the name of its model."""
+    return name if section == "model" else f"{section.removeprefix('model_')}.{name}"
+
+
+def _by_fqn(models: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Return the tensors of all models by FQN. `models`: the models' tensors, by section and name."""
+    return {_fqn(key, name): tensor for key, tensors in models.items() for name, tensor in tensors.items()}
 
 
 def joined_weights(name: str, live: Mapping[str, torch.Tensor], layout: Layout) -> dict[str, torch.Tensor]:
@@ -389,70 +389,55 @@ def joined_weights(name: str, live: Mapping[str, torch.Tensor], layout: Layout) 
 
 
 def _other_names(
-    captured: Captured,
-    models: Iterable[str],
-    live: Mapping[str, Mapping[str, torch.Tensor]],
-    names: Mapping[int, str],
-    taken: CapturedOptimizer,
+    live: Mapping[str, torch.Tensor], names: Mapping[int, str], taken: CapturedOptimizer
 ) -> dict[str, dict[str, str]]:
     """Return {"tied": {other name: FQN}} for tied parameters. Their optimizer states are saved only under the FQN.
 
     Returns {} if no optimizer has a tied parameter.
     """
-    if not any(captured.aliases.values()):
-        return {}
     own = {fqn for group in taken.tree["param_groups"] for fqn in group["params"]}
-    found: dict[str, str] = {}
-    for model in models:
-        for fqn, tensor in live[section("model", model)].items():
-            name = f"{model}.{fqn}" if model else fqn
-            saved = names.get(id(tensor), name)
-            if saved != name and saved in own:
-                found[name] = saved
+    saved = {name: names.get(id(tensor), name) for name, tensor in live.items()}
+    found = {name: fqn for name, fqn in saved.items() if fqn != name and fqn in own}
     return {"tied": found} if found else {}
 
 
-def _globalize(captured: Captured, state: TrainState, live: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+def _globalize(captured: Captured, layout: Layout, live: Iterable[str]) -> None:
     """Turn each tensor that the layout declares into a DTensor, which presents it as a part of a global tensor.
 
     Call this after all lookups by identity, because the DTensors are new objects.
 
     Args:
-        live: The models' tensors, by section.
+        live: The FQNs of the models' tensors.
     """
     from torch.distributed.tensor import DTensor
 
-    owners = ((f"{name}." if name else "", live[section("model", name)]) for name in state.parts("model"))
-    captured.globs.update(matches(state.layout, (prefix + fqn for prefix, tensors in owners for fqn in tensors)))
+    captured.globs.update(matches(layout, live))
     before = {key: id(tensor) for key, tensor in captured.tensors(aliases=True)}
-    parameters: dict[str, torch.Tensor] = {}
-    for name in state.parts("model"):
-        tensors, prefix = captured.models[section("model", name)], f"{name}." if name else ""
-        parameters.update((prefix + fqn, tensor) for fqn, tensor in tensors.items())
-        for fqn, tensor in tensors.items():
-            if (key := f"{section('model', name)}.{fqn}") not in captured.declared:  # `joined_weights` did the others
-                tensors[fqn] = as_global(key, tensor, shards_of(state.layout, prefix + fqn))
+    parameters = _by_fqn(captured.models)
+    for key, tensors in captured.models.items():
+        for name, tensor in tensors.items():
+            if f"{key}.{name}" not in captured.declared:  # `joined_weights` did the others
+                tensors[name] = as_global(f"{key}.{name}", tensor, shards_of(layout, _fqn(key, name)))
     for key, taken in captured.optimizers.items():
         for (fqn, name), value in taken.tensors.items():
             if (fqn, name) in taken.joined:
                 continue
             what = f"{key}: state {name!r} of {fqn!r}"
-            shards = shards_of(state.layout, fqn) if fqn in parameters else ()
+            shards = shards_of(layout, fqn) if fqn in parameters else ()
             taken.tensors[fqn, name] = global_state(what, value, parameters.get(fqn, value), shards)
         for fqn, value in taken.masters.items():
-            taken.masters[fqn] = as_global(f"{key}.master.{fqn}", value, shards_of(state.layout, fqn))
+            taken.masters[fqn] = as_global(f"{key}.master.{fqn}", value, shards_of(layout, fqn))
         parts = {part: taken.tensors[part] for part in taken.joined}
         captured.declared.update(f"{key}.state.{'.'.join(part)}" for part, t in parts.items() if isinstance(t, DTensor))
     captured.declared.update(k for k, tensor in captured.tensors(aliases=True) if id(tensor) != before[k])
-    captured.unlike.update(_any_replica(captured, state))
+    captured.unlike.update(_any_replica(captured, layout))
 
 
-def _any_replica(captured: Captured, state: TrainState) -> Iterator[str]:
+def _any_replica(captured: Captured, layout: Layout) -> Iterator[str]:
     """Yield the keys of tensors that the layout declares as "any_replica", and the keys of their optimizer states."""
-    layout, word = state.layout, "any_replica"
-    for name in state.parts("model"):
-        key, prefix = section("model", name), f"{name}." if name else ""
-        yield from (f"{key}.{fqn}" for fqn in captured.models[key] if is_declared(layout, prefix + fqn, word))
+    word = "any_replica"
+    for key, tensors in captured.models.items():
+        yield from (f"{key}.{name}" for name in tensors if is_declared(layout, _fqn(key, name), word))
     for key, taken in captured.optimizers.items():
         yield from (f"{key}.state.{fqn}.{item}" for fqn, item in taken.tensors if is_declared(layout, fqn, word))
         yield from (f"{key}.master.{fqn}" for fqn in taken.masters if is_declared(layout, fqn, word))
