@@ -8,7 +8,7 @@ split into at most one piece per rank.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, ClassVar
@@ -93,7 +93,7 @@ class ShardedPlan:
         records: Encoded bytes of each object.
         table: The shared keys as bytes. All ranks of an SPMD job have the same table, so only one rank sends the table.
         digest: 16-byte hash of the table and of the objects' names.
-        flat, paths: The state's values by name, and the path of each value in the nested state.
+        flat, paths: The state's values, and their paths in the nested state, by name.
         holders: For each replicated key that only some ranks hold, the ranks that hold the key.
         settled: Digests of all ranks when `holders` was computed. `holders` stays valid until a digest changes.
         sends_table: True if this rank must send `table` to rank 0. False if a lower rank has the same table.
@@ -112,7 +112,7 @@ class ShardedPlan:
     table: bytes = field(repr=False)
     digest: bytes
     flat: Mapping[str, Any] = field(repr=False)
-    paths: Sequence[Path] = field(repr=False)
+    paths: Mapping[str, Path] = field(repr=False)
     private: frozenset[str] = field(repr=False)
     holders: Mapping[str, tuple[int, ...]] = field(repr=False)
     settled: tuple[bytes, ...] = field(default=(), repr=False)
@@ -251,7 +251,7 @@ def plan_sharded(
             k: v.state_dict() if type(v) not in _NO_PROTOCOL and isinstance(v, Stateful) else v
             for k, v in state_dict.items()
         }
-    flat, paths = flatten(values)
+    flat, paths = flatten_state_dict(dict(values))
     holders = {} if previous is None or previous.rank != rank else previous.holders
     if not flat.keys() >= holders.keys():
         holders = {}
@@ -261,7 +261,7 @@ def plan_sharded(
 
 def _laid_out(
     flat: Mapping[str, Any],
-    paths: Sequence[Path],
+    paths: Mapping[str, Path],
     rank: int,
     world_size: int,
     private: frozenset[str],
@@ -277,7 +277,7 @@ def _laid_out(
     meshes: dict[DeviceMesh, int] = {}
     memory = [v._local_tensor if type(v) is DTensor else v for v in flat.values() if isinstance(v, torch.Tensor)]
     plain = are_dense(memory)  # one call for all tensors: a call per tensor would double the time
-    rows = list(zip(flat, paths, strict=True))
+    rows = list(paths.items())
     if private:
         rows.sort(key=lambda row: row[0] in private)
     shared = 0
@@ -497,45 +497,6 @@ def _mesh_fields(mesh: DeviceMesh) -> dict[str, Any]:
 
 def _settlement(digests: Sequence[bytes]) -> bytes:
     return signature_of(b"".join(digests))[:8] if digests else bytes(8)
-
-
-# --- names
-
-
-def flatten(nested: Mapping[str, Any]) -> tuple[dict[str, Any], list[Path]]:
-    """Return a nested state's values, keyed by name, and each value's path.
-
-    torch's `flatten_state_dict` returns the same names.
-    """
-    values: dict[str, Any] = {}
-    paths: list[Path] = []
-    _flatten("", (), ((str(key), item) for key, item in nested.items()), values, paths)
-    if len(values) < len(paths):  # two values share a name: let torch raise its error
-        flatten_state_dict(dict(nested))
-    return values, paths
-
-
-def _flatten(
-    prefix: str, path: Path, items: Iterable[tuple[str | int, Any]], values: dict[str, Any], paths: list[Path]
-) -> None:
-    for key, item in items:
-        if type(item) not in _PLAIN:
-            if isinstance(item, Mapping):
-                inner: Iterable[tuple[str | int, Any]] = ((str(name), value) for name, value in item.items())
-                _flatten(f"{prefix}{key}.", (*path, key), inner, values, paths)
-                continue
-            if isinstance(item, list) and not _is_leaf(item):
-                _flatten(f"{prefix}{key}.", (*path, key), enumerate(item), values, paths)
-                continue
-        values[f"{prefix}{key}"] = item
-        paths.append((*path, key))
-
-
-def _is_leaf(items: list[Any]) -> bool:
-    """Return whether a list counts as a single value: neither it nor its inner lists contain tensors or dicts."""
-    return not any(
-        isinstance(item, (Mapping, torch.Tensor)) or (isinstance(item, list) and not _is_leaf(item)) for item in items
-    )
 
 
 # --- what is in memory

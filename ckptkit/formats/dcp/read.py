@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.tensor import DTensor
 
@@ -24,7 +25,7 @@ from ckptkit.formats.dcp.class_records import saved_parts
 from ckptkit.formats.dcp.digests import check_bytes
 from ckptkit.formats.dcp.fill import Filler, Verify
 from ckptkit.formats.dcp.host_bytes import dtype_name
-from ckptkit.formats.dcp.plan import flatten, local_boxes
+from ckptkit.formats.dcp.plan import local_boxes
 from ckptkit.formats.dcp.shared_memory import Claim, check_claims, overlapping
 from ckptkit.formats.dcp.subclasses import describe, open_tensor
 from ckptkit.formats.pickles.objects import load_object_torch
@@ -164,8 +165,7 @@ def plan_read(
             whose value in the state is not a tensor. The message lists all mismatches.
         IncompleteCheckpointError: The checkpoint lacks part of a tensor.
     """
-    flat, of_each = flatten(state_dict)
-    paths = dict(zip(flat, of_each, strict=True))
+    flat, paths = flatten_state_dict(state_dict)
     filler = Filler(store, verify=verify, workers=workers, cast=cast)
     classed = {name for name, value in flat.items() if add_class(filler, catalog, name, value)}
     flat = {name: value for name, value in flat.items() if name not in classed}

@@ -6,12 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from ckptkit.errors import SaveError
-from ckptkit.formats.dcp.plan import flatten, plan_sharded
+from ckptkit.formats.dcp.plan import plan_sharded
 from tests.ranks import on_ranks
 
 State = dict[str, Any]
@@ -35,23 +34,3 @@ def test_memory_that_does_not_fit_its_placement_is_refused_when_planning():
         made._local_tensor = local
         with pytest.raises(SaveError, match=said):
             plan_sharded({"w": made})
-
-
-@pytest.mark.parametrize(
-    "nested",
-    [
-        {"a": {"b": 1, 2: [1, 2]}, "c": [{"d": torch.ones(1)}, 3], "e": [[torch.ones(1)], [4]], "f": [[1], 2], "g": ()},
-        {"a": [], "b": {}, "c": [[{}]], "d": (torch.ones(1), 2), 3: None},
-    ],
-)
-def test_plan_names_equal_those_of_torch(nested):
-    flat, paths = flatten_state_dict(nested)
-    values, found = flatten(nested)
-    assert list(values) == list(flat)
-    assert all(value is values[name] for name, value in flat.items())
-    assert found == list(paths.values())
-
-
-def test_two_values_of_one_name_are_refused_as_in_torch():
-    with pytest.raises(ValueError, match="duplicated"):
-        flatten({"a": {"b": 1}, "a.b": 2})
