@@ -22,7 +22,7 @@ from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.trainers import fsdp1_local
 from ckptkit.formats.trainers.merge import assembled, numbered, open_part, renamed, state_files, step_in
 from ckptkit.formats.trainers.optimizer_files import OptimizerState, read_optimizer
-from ckptkit.formats.trainers.rank_files import join_model, missing_ranks, read_files, read_ranks, recorded_ranks
+from ckptkit.formats.trainers.rank_files import RankFiles, join_model, read_files, recorded_ranks
 from ckptkit.storage import Store
 
 # This does not match `pytorch_model.bin`, because many systems write a file of this name.
@@ -106,14 +106,13 @@ def _open_one(
 
 def _read(store: Store, files: Sequence[str], options: ReadOptions | None) -> tuple[list[str], list[Any]]:
     """Return the names and the values of the files: one file per rank, in rank order, or a single full file."""
-    ranks = {int(match[1]): name for name in files if (match := re.search(r"_rank(\d+)\.bin$", name))}
-    if not ranks:
+    ranks = RankFiles.matching(_template(files[0]), files) if "_rank" in files[0] else None
+    if ranks is None:
         return list(files), read_files(store, files, options)
-    pattern = _template(files[0])
-    values = read_ranks(store, ranks, pattern, options=options)
+    values = ranks.read(store, options)
     if isinstance(values[0], dict):
-        missing_ranks(ranks, max(len(ranks), recorded_ranks(values[0].values())), pattern)
-    return [ranks[rank] for rank in sorted(ranks)], values
+        ranks.check(max(len(values), recorded_ranks(values[0].values())))
+    return ranks.ordered, values
 
 
 def _template(name: str) -> str:

@@ -7,7 +7,6 @@ contain fp32 master weights and moments as DTensors, without names, in the order
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -29,11 +28,10 @@ from ckptkit.formats.trainers.optimizer_files import (
     read_optimizer,
 )
 from ckptkit.formats.trainers.param_order import Param
-from ckptkit.formats.trainers.rank_files import join, missing_ranks, read_ranks, recorded_ranks
+from ckptkit.formats.trainers.rank_files import RankFiles, join, recorded_ranks
 from ckptkit.storage import Store
 
 OPTIMIZER_DIRECTORY = "optim_states"
-_RANK_FILE = re.compile(r"_rank(\d+)")
 _NEVER = 1 << 10  # more dimensions than any tensor has
 _PATTERN = f"{OPTIMIZER_DIRECTORY}/_rank{{rank}}"
 _OBJECTS = {"client_state": "client_state.pt", "scheduler": "scheduler_state.pt"}
@@ -60,21 +58,21 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
 
 
 def _rank_files(store: Store, below: Mapping[str, int], model: Catalog, options: ReadOptions | None) -> Catalog:
-    ranks = {int(m[1]): path for path in below if (m := _RANK_FILE.fullmatch(path.rpartition("/")[2]))}
-    if not ranks:
+    files = RankFiles.matching(_PATTERN, below)
+    if not files.names:
         raise CorruptCheckpointError(f"{OPTIMIZER_DIRECTORY}/ has neither .metadata nor _rank<R> files.")
-    values = read_ranks(store, ranks, _PATTERN, options=options)
+    values = files.read(store, options)
     for rank, value in enumerate(values):
         keys = ("base_optim_states", "flat_fp32_weights")
         if not isinstance(value, dict) or not all(isinstance(value.get(key), dict) for key in keys):
             raise CorruptCheckpointError(f"{_PATTERN.format(rank=rank)} lacks base_optim_states or flat_fp32_weights.")
     groups = values[0]["flat_fp32_weights"].values()
-    missing_ranks(ranks, max(len(ranks), recorded_ranks(t for group in groups for t in group)), _PATTERN)
+    files.check(max(len(values), recorded_ranks(t for group in groups for t in group)))
     optimizer = _optimizer(store, values, model)
     info = CatalogInfo(
         "lightrft",
-        world_size=len(ranks),
-        files={path: below[path] for path in ranks.values()},
+        world_size=len(values),
+        files={path: below[path] for path in files.ordered},
         notes=tuple(optimizer.notes),
     )
     return Catalog(optimizer.tensors, optimizer.objects, info)

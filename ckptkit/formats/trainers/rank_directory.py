@@ -18,12 +18,11 @@ from ckptkit.formats.hf.side_files import file_names, find_side_files
 from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.pickles.objects import plain
 from ckptkit.formats.pickles.tensors import DTensorRecord, ShardedTensorRecord, StoredTensor, is_tensor
-from ckptkit.formats.pickles.zip import read_archive
 from ckptkit.formats.state_names import MODEL_KEYS, OPTIMIZER_KEY, STEPS
-from ckptkit.formats.torch_save import begins_like_torch, may_hold_model, open_file
+from ckptkit.formats.torch_save import begins_like_torch, may_hold_model, open_file, read_torch_file
 from ckptkit.formats.trainers import fsdp1_local
 from ckptkit.formats.trainers.optimizer_files import OptimizerState, plain_value, read_optimizer
-from ckptkit.formats.trainers.rank_files import RankModel, join_model, read_ranks, recorded_ranks
+from ckptkit.formats.trainers.rank_files import RankFiles, RankModel, join_model, recorded_ranks
 from ckptkit.formats.trainers.steps import ordered, step_in
 from ckptkit.storage import Store
 from ckptkit.units import first_few
@@ -34,48 +33,10 @@ _KEYS = "metadata.pkl"  # torch_checkpointing writes this file
 _MODEL_KEYS = (*MODEL_KEYS, "app")
 
 
-@dataclass(frozen=True, slots=True)
-class RankFiles:
-    """The files of all ranks that hold the same part of one save.
-
-    Attributes:
-        template: The file name with "{rank}" in place of the rank, such as "model_rank_{rank}.pt".
-        names: The file names by rank.
-    """
-
-    template: str
-    names: dict[int, str]
-
-    @property
-    def step(self) -> tuple[int, int] | None:
-        """The (step, epoch) in each of the names, or None. The rank does not count."""
-        return step_in(self.template)
-
-    @property
-    def may_be_steps(self) -> bool:
-        """Whether the number that differs may be the step, as in checkpoint_0.pt but not in step_100_rank_0.pt."""
-        return any(step_in(name) != self.step for name in self.names.values())
-
-    def contain_shards(self, store: Store) -> bool:
-        """Return whether the numbers are 0, 1, 2, ... without gaps, and the model in file 0 is sharded."""
-        if sorted(self.names) != list(range(len(self.names))):
-            return False
-        try:
-            model = _Saved.of(read_archive(store, self.names[0])).model
-        except UNREADABLE:
-            return False  # treat the numbers as steps, so that another file is opened
-        tensors = model.values() if isinstance(model, dict) else ()
-        return any(isinstance(tensor, (DTensorRecord, ShardedTensorRecord)) for tensor in tensors)
-
-    def read(self, store: Store) -> list[Any]:
-        """Return the values in the files, in rank order. Raises IncompleteCheckpointError if a rank has no file."""
-        return read_ranks(store, self.names, self.template)
-
-
 def is_rank_directory(store: Store, files: Sequence[str]) -> bool:
     """Return whether the files that may hold a model are rank files: two or more, including the file of rank 0."""
     model = _of_model(_rank_files(store, files))
-    return model is not None and (_KEYS in files or not model.may_be_steps or model.contain_shards(store))
+    return model is not None and (_KEYS in files or not model.may_be_steps or _contain_shards(model, store))
 
 
 def are_rank_files(store: Store, files: Sequence[str], newest: str) -> bool:
@@ -88,7 +49,19 @@ def are_rank_files(store: Store, files: Sequence[str], newest: str) -> bool:
         return False
     if model.step is not None and not model.may_be_steps:
         return model.step == step_in(newest)
-    return model.contain_shards(store)
+    return _contain_shards(model, store)
+
+
+def _contain_shards(files: RankFiles, store: Store) -> bool:
+    """Return whether the numbers are 0, 1, 2, ... without gaps, and the model in file 0 is sharded."""
+    if sorted(files.names) != list(range(len(files.names))):
+        return False
+    try:
+        model = _Saved.of(read_torch_file(store, files.names[0])).model
+    except UNREADABLE:
+        return False  # treat the numbers as steps, so that another file is opened
+    tensors = model.values() if isinstance(model, dict) else ()
+    return any(isinstance(tensor, (DTensorRecord, ShardedTensorRecord)) for tensor in tensors)
 
 
 def _rank_files(store: Store, files: Sequence[str]) -> list[RankFiles]:
@@ -158,18 +131,18 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
     of_model = _of_model(groups)
     if of_model is None:
         raise CheckpointNotFoundError(f"{store.url} has no files whose names differ only in the rank.")
-    values = of_model.read(store)
+    values = of_model.read(store, options)
     saved = [_Saved.of(value) for value in values]
     models = [one.model for one in saved]
-    names = [of_model.names[rank] for rank in sorted(of_model.names)]
+    names = of_model.ordered
     if fsdp1_local.is_flat(models):
         return fsdp1_local.read(store, names, models, sizes, None, options)
     model = join_model(models, what=of_model.template, where=", at the top level or below a known key")
     differing = _differing(values, models[0]) if saved[0].rest else None
     if differing is not None:
-        catalog = _of_rank_0(store, names[0], model, differing)
+        catalog = _of_rank_0(store, names[0], model, differing, options)
     else:
-        catalog = _of_all_ranks(store, of_model, groups, saved, model)
+        catalog = _of_all_ranks(store, of_model, groups, saved, model, options)
     info = catalog.info
     files = {name: sizes[name] for name in dict.fromkeys((*names, *info.files))}
     # A name with only an epoch does not say which step it is.
@@ -178,9 +151,11 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
     return replace(catalog, info=replace(info, format="rank-files", files=files))
 
 
-def _of_rank_0(store: Store, name: str, model: RankModel, differing: Sequence[str]) -> Catalog:
+def _of_rank_0(
+    store: Store, name: str, model: RankModel, differing: Sequence[str], options: ReadOptions | None
+) -> Catalog:
     """Read the file of rank 0, which contains the whole training state. `differing`: see `_differing`."""
-    catalog = open_file(store, name)
+    catalog = open_file(store, name, options=options or ReadOptions())
     notes = (*catalog.info.notes, f"each rank saved the whole model; {name} was read.", *model.notes)
     if differing:
         notes += (f"not read: other ranks' values of {first_few(differing)}, which differ from rank 0's.",)
@@ -188,15 +163,20 @@ def _of_rank_0(store: Store, name: str, model: RankModel, differing: Sequence[st
 
 
 def _of_all_ranks(
-    store: Store, of_model: RankFiles, groups: Sequence[RankFiles], saved: Sequence[_Saved], model: RankModel
+    store: Store,
+    of_model: RankFiles,
+    groups: Sequence[RankFiles],
+    saved: Sequence[_Saved],
+    model: RankModel,
+    options: ReadOptions | None,
 ) -> Catalog:
     """Return the joined model and optimizer, and the values that all ranks saved alike, such as a scheduler's."""
-    first, names = saved[0], [of_model.names[rank] for rank in sorted(of_model.names)]
+    first, names = saved[0], of_model.ordered
     optimizer, key, read = OptimizerState(), _optimizer_key(first.rest), {*names}
     if key is not None and all(isinstance(one.rest.get(key), dict) for one in saved):
         optimizer = read_optimizer([one.rest[key] for one in saved], model.params, what=of_model.template)
     elif (apart := _of_optimizer(groups, of_model)) is not None:
-        states = [_levels(value, _optimizer_key)[-1] for value in apart.read(store)]
+        states = [_levels(value, _optimizer_key)[-1] for value in apart.read(store, options)]
         optimizer = read_optimizer(states, model.params, what=apart.template)
         read |= {*apart.names.values()}
     alike, unread = _values(saved, names, key)

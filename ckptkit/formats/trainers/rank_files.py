@@ -8,6 +8,7 @@ names for messages, with "{rank}" in place of the rank.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias, TypeVar
@@ -20,6 +21,7 @@ from ckptkit.formats.pickles.tensors import DTensorRecord, ShardedTensorRecord, 
 from ckptkit.formats.torch_save import read_torch_file
 from ckptkit.formats.trainers.param_order import Param
 from ckptkit.formats.trainers.shards import local_parts, mesh_coordinate, slices_of
+from ckptkit.formats.trainers.steps import step_in
 from ckptkit.keymaps.wrappers import strip_infixes
 from ckptkit.storage import Store
 from ckptkit.storage.pool import WorkerPool
@@ -68,20 +70,47 @@ def read_files(store: Store, paths: Iterable[str], options: ReadOptions | None =
         return list(pool.map(lambda path: read_torch_file(store, path, options), paths))
 
 
-def read_ranks(
-    store: Store,
-    ranks: Mapping[int, str],
-    pattern: str,
-    world_size: int | None = None,
-    options: ReadOptions | None = None,
-) -> list[Any]:
-    """Return the values in the files of all ranks, in rank order, after checking that each rank has a file.
+@dataclass(frozen=True, slots=True)
+class RankFiles:
+    """The files of all ranks that hold the same part of one save.
 
-    Args:
-        world_size: By default, the highest rank, plus one.
+    Attributes:
+        template: The file name with "{rank}" in place of the rank, such as "model_rank_{rank}.pt".
+        names: The file names by rank.
     """
-    missing_ranks(ranks, max(ranks) + 1 if world_size is None else world_size, pattern)
-    return read_files(store, [ranks[rank] for rank in sorted(ranks)], options)
+
+    template: str
+    names: dict[int, str]
+
+    @classmethod
+    def matching(cls, template: str, files: Iterable[str]) -> RankFiles:
+        """Return the files that have this name, with any number in place of "{rank}"."""
+        pattern = re.compile(re.escape(template).replace(re.escape("{rank}"), r"(\d+)"))
+        return cls(template, {int(match[1]): match[0] for match in map(pattern.fullmatch, files) if match})
+
+    @property
+    def ordered(self) -> list[str]:
+        """The file names in the order of the ranks."""
+        return [self.names[rank] for rank in sorted(self.names)]
+
+    @property
+    def step(self) -> tuple[int, int] | None:
+        """The (step, epoch) in each of the names, or None. The rank does not count."""
+        return step_in(self.template)
+
+    @property
+    def may_be_steps(self) -> bool:
+        """Whether the number that differs may be the step, as in checkpoint_0.pt but not in step_100_rank_0.pt."""
+        return any(step_in(name) != self.step for name in self.names.values())
+
+    def check(self, world_size: int) -> None:
+        """Raise IncompleteCheckpointError if a rank has no file."""
+        missing_ranks(self.names, world_size, self.template)
+
+    def read(self, store: Store, options: ReadOptions | None = None) -> list[Any]:
+        """Return the values in the files, in rank order. All ranks up to the highest must have a file."""
+        self.check(max(self.names) + 1)
+        return read_files(store, self.ordered, options)
 
 
 def recorded_ranks(tensors: Iterable[Any]) -> int:

@@ -15,14 +15,11 @@ from ckptkit.formats.hf.side_files import file_names, find_side_files, read_json
 from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.trainers.optimizer_files import OptimizerState, is_state_dicts, read_flat_optimizer, read_optimizer
 from ckptkit.formats.trainers.param_order import Param
-from ckptkit.formats.trainers.rank_files import join_model, missing_ranks, one_replica, read_files, read_ranks
+from ckptkit.formats.trainers.rank_files import RankFiles, join_model, one_replica
 from ckptkit.storage import Store
 
-_MODEL_FILE = re.compile(r"model_world_size_(\d+)_rank_(\d+)\.pt")
-_MODEL = "model_world_size_{size}_rank_{{rank}}.pt"
-_OPTIM = "optim_world_size_{size}_rank_{{rank}}.pt"
+_MODEL_FILE = re.compile(r"model_world_size_(\d+)_rank_\d+\.pt")
 _ADAPTERS = ("lora_train_meta.json", "lora_adapter/adapter_config.json")
-_EXTRA = "extra_state_world_size_{size}_rank_{{rank}}.pt"
 
 
 def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog:
@@ -30,11 +27,16 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
     sizes = {entry.path: entry.size for entry in store.list()}
     files = file_names(store.list())
     world_size = _world_size(store, files)
-    pattern = _MODEL.format(size=world_size)
-    ranks = {int(match[2]): match[0] for match in map(_MODEL_FILE.fullmatch, files) if match}
-    state_dicts = read_ranks(store, ranks, pattern, world_size, options)
-    model = join_model(state_dicts, what=pattern)
-    optimizer = _optimizer(store, files, world_size, model.params, one_replica(state_dicts), options)
+    of_model, of_optimizer, of_extra = (
+        RankFiles.matching(f"{kind}_world_size_{world_size}_rank_{{rank}}.pt", files)
+        for kind in ("model", "optim", "extra_state")
+    )
+    of_model.check(world_size)
+    state_dicts = of_model.read(store, options)
+    model = join_model(state_dicts, what=of_model.template)
+    optimizer = OptimizerState()
+    if of_optimizer.names:
+        optimizer = _optimizer(store, of_optimizer, world_size, model.params, one_replica(state_dicts), options)
     lora = next((meta for path in _ADAPTERS if isinstance(meta := read_json(store, path), dict)), None)
     step = re.search(r"global_step_(\d+)(?:/[^/]*)?/?$", store.url)
     info = CatalogInfo(
@@ -47,11 +49,9 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
         notes=(*model.notes, *optimizer.notes),
         extra={} if lora is None else {"lora": lora},
     )
-    extras = {f"extra_state.{rank}": _EXTRA.format(size=world_size).format(rank=rank) for rank in range(world_size)}
     objects = {
-        name: ObjectEntry(name, path, 0, sizes[path], key=("extra_state", rank))
-        for rank, (name, path) in enumerate(extras.items())
-        if path in files
+        f"extra_state.{rank}": ObjectEntry(f"extra_state.{rank}", path, 0, sizes[path], key=("extra_state", rank))
+        for rank, path in sorted(of_extra.names.items())
     }
     side = find_side_files(store, "huggingface")
     return Catalog({**model.tensors, **optimizer.tensors}, {**objects, **optimizer.objects}, side.described_in(info))
@@ -78,22 +78,18 @@ def _world_size(store: Store, files: Sequence[str]) -> int:
 
 def _optimizer(
     store: Store,
-    files: Sequence[str],
+    files: RankFiles,
     world_size: int,
     params: Sequence[Param],
     replica: Sequence[int],
     options: ReadOptions | None,
 ) -> OptimizerState:
-    pattern = _OPTIM.format(size=world_size)
-    ranks = {rank: name for rank in range(world_size) if (name := pattern.format(rank=rank)) in files}
-    if not ranks:
-        return OptimizerState()
     try:
-        missing_ranks(ranks, world_size, pattern)
+        files.check(world_size)
     except IncompleteCheckpointError as error:
         return OptimizerState(notes=[f"the optimizer was skipped: {error}"])
-    values = read_files(store, ranks.values(), options)
-    found = read_optimizer(values, params, what=pattern)
+    values = files.read(store, options)
+    found = read_optimizer(values, params, what=files.template)
     if found.tensors or found.objects or not is_state_dicts(values):
         return found
     return read_flat_optimizer({rank: values[rank] for rank in replica}, params) or found
