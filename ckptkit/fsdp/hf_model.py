@@ -64,7 +64,7 @@ def exported(model: nn.Module) -> Exported:
     parts = captured.objects.get(SUBCLASSES)
     if parts:
         raise SaveError(
-            f"{', '.join(sorted(parts)[:3])} ({len(parts)} tensors) are of classes that from_pretrained does not read, "
+            f"{first_few(sorted(parts), 3)} are of classes that from_pretrained does not read, "
             f"such as {next(iter(parts.values()))['class']}. Save a checkpoint, or dequantize the model first."
         )
     aliases = captured.aliases["model"]

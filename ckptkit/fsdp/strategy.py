@@ -60,6 +60,7 @@ from ckptkit.fsdp.reset import reset_parameters
 from ckptkit.fsdp.tensor_parallel import TPPlan
 from ckptkit.fsdp.units import Policy
 from ckptkit.fsdp.wrap import shard, unwrap_model
+from ckptkit.units import first_few
 
 if TYPE_CHECKING:
     from ckptkit.checkpoint.report import LoadReport, SaveReport
@@ -748,7 +749,7 @@ class FSDPStrategy:
         if replaced:
             raise UsageError(
                 f"{len(replaced)} parameters of {type(unwrap_model(model)).__name__} were replaced since the last "
-                f"step, and the optimizer has the old ones: {', '.join(replaced[:3])}, ... Load with "
+                f"step, and the optimizer has the old ones: {first_few(replaced, 3)}. Load with "
                 "load_state_dict(..., assign=False), which fills them, or create a new optimizer."
             )
 

@@ -52,6 +52,7 @@ from ckptkit.integrations.lightning_state import (
     remove_checkpoint,
     state_of,
 )
+from ckptkit.units import first_few
 
 _LIVE = "ckptkit_live"  # marks a dictionary as containing live tensors that are about to be saved
 _TIMEOUT = timedelta(minutes=30)
@@ -254,7 +255,7 @@ class FSDP2Strategy(ModelParallelStrategy):  # type: ignore[misc]  # Lightning's
         loose = arguments.loose_parameters(module, roots)
         if loose:
             raise UsageError(
-                f"{type(module).__name__} has trainable parameters of its own ({', '.join(loose[:5])}). Their "
+                f"{type(module).__name__} has trainable parameters of its own ({first_few(loose)}). Their "
                 "gradients would not be reduced. Put them into a child module, or shard in configure_model()."
             )
         if self._tensor_parallel_size > 1 and self._custom_tp_plan is None and not self._use_hf_tp_plan:
@@ -523,9 +524,7 @@ def _warn_of_garbage(root: nn.Module) -> None:
     for name in sorted(uninitialized(root)):
         owners.setdefault(type(root.get_submodule(name.rpartition(".")[0])).__name__, []).append(name)
     if owners:
-        listed = "; ".join(
-            f"{cls} ({', '.join(names[:3])}{', ...' * (len(names) > 3)})" for cls, names in owners.items()
-        )
+        listed = "; ".join(f"{cls} ({first_few(names, 3)})" for cls, names in owners.items())
         rank_zero_warn(
             "these modules were created on the meta device and have no reset_parameters(), so their values are "
             f"NaN until a checkpoint is loaded: {listed}."

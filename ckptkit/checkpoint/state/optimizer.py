@@ -168,10 +168,9 @@ def capture_optimizer(
     loose = captured.loose
     by_id = {id(parameter): fqn for fqn, parameter in parameters.items()}
     stepped = {fqn: parameter for fqn, parameter in parameters.items() if parameter in optimizer.state}
-    containers = {
-        fqn: _container(optimizer.state[item], f"{what}: the state of {fqn}") for fqn, item in stepped.items()
-    }
-    captured.tree.update({"containers": found} if (found := {k: v for k, v in containers.items() if v != {}}) else {})
+    shown = {fqn: _container(optimizer.state[item], f"{what}: the state of {fqn}") for fqn, item in stepped.items()}
+    if containers := {fqn: tree for fqn, tree in shown.items() if tree}:
+        captured.tree["containers"] = containers
     captured.cut.update(cuts(parameters))
     _capture_states(captured, optimizer, stepped, what)
     of_states = set(loose)
@@ -538,19 +537,18 @@ def united(trees: Sequence[JSON]) -> JSON:
                 f"the optimizer states of {first_few(unlike)} differ between pipeline stages that have the same "
                 "parameter, so only one stage's values would be saved. Nothing was saved."
             )
-        first["values"] = {**tree["values"], **first["values"]}
-        first["shared"] = {**tree["shared"], **first["shared"]}
         for fqn, kinds in tree.get("kinds", {}).items():
             first["kinds"] = {**first.get("kinds", {}), fqn: {**kinds, **first.get("kinds", {}).get(fqn, {})}}
-        for part in ("held", "orders", "containers", "tied"):
-            if table := {**tree.get(part, {}), **first.get(part, {})}:
-                first[part] = table
+        for part in ("values", "shared", "held", "orders", "containers", "tied"):
+            if part in tree:
+                first[part] = {**tree[part], **first.get(part, {})}
         if own := tree.get("own"):
             before = first.get("own", {**own, "states": []})
             first["own"] = {**before, "states": list(dict.fromkeys([*before["states"], *own["states"]]))}
         for part in ("same", "views"):
-            if rows := [*first.get(part, []), *(row for row in tree.get(part, []) if row not in first.get(part, []))]:
-                first[part] = rows
+            if part in tree:
+                rows = first.get(part, [])
+                first[part] = [*rows, *(row for row in tree[part] if row not in rows)]
     return first
 
 
@@ -709,20 +707,14 @@ class OptimizerTree:
         Args:
             old, new: The prefix of the keys of this parameter's states, before and after the renaming.
         """
-        groups = [
-            {**group, "params": [name if item == fqn else item for item in group["params"]]}
-            for group in self.param_groups
-        ]
-        values = {name if key == fqn else key: value for key, value in self.values.items()}
-        held, orders = with_new_head(self.held, old, new), with_new_head(self.orders, old, new)
-        same = [[name if i % 2 == 0 and item == fqn else item for i, item in enumerate(row)] for row in self.same]
-        views = [[(name if item == fqn else item, state) for item, state in rows] for rows in self.views]
-        kinds, containers = (
-            {name if key == fqn else key: value for key, value in table.items()}
-            for table in (self.kinds, self.containers)
-        )
-        renamed = replace(self, param_groups=groups, values=values, held=held, orders=orders, same=same, views=views)
-        return replace(renamed, kinds=kinds, containers=containers)
+        names = {fqn: name}
+        tables: dict[str, Any] = {part: with_new_head(getattr(self, part), old, new) for part in ("held", "orders")}
+        for part in ("values", "kinds", "containers"):
+            tables[part] = {names.get(key, key): value for key, value in getattr(self, part).items()}
+        groups = [{**group, "params": [names.get(a, a) for a in group["params"]]} for group in self.param_groups]
+        same = [[names.get(a, a), one, names.get(b, b), other] for a, one, b, other in self.same]
+        views = [[(names.get(a, a), one) for a, one in rows] for rows in self.views]
+        return replace(self, param_groups=groups, same=same, views=views, **tables)
 
 
 def with_new_head(table: Mapping[str, Any], old: str, new: str) -> dict[str, Any]:

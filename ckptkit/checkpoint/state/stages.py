@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from ckptkit.errors import UsageError
+from ckptkit.units import first_few
 
 
 class Stages(nn.Module):
@@ -31,7 +32,7 @@ class Stages(nn.Module):
         for stage in self.stages:
             values = stage.state_dict(*args, **kwargs)
             if both := [name for name, value in values.items() if name in found and found[name] is not value]:
-                raise UsageError(f"TrainState(model=[...]): more than one stage has {', '.join(both[:5])}.")
+                raise UsageError(f"TrainState(model=[...]): more than one stage has {first_few(both)}.")
             found.update(values)
         return found
 
