@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +12,6 @@ from ckptkit.offline.export.base import BaseModel, WantedTensor
 from ckptkit.offline.export.tied import config_ties, tied_pairs
 from ckptkit.units import counted, first_few
 
-_log = logging.getLogger(__name__)
-_SHOWN = 5  # maximum number of faults to show per kind
 # Buffers that old versions of transformers stored, but every version computes on load.
 _LAYER = re.compile(r"(?:.*\.)?(?:layers?|blocks?|h)\.(\d+)\..*")
 _COMPUTED = re.compile(r".*(rotary_emb\.inv_freq|rotary_emb\.(cos|sin)_cached|\.attn\.(bias|masked_bias)|position_ids)")
@@ -107,17 +104,3 @@ def _dtype_note(targets: Mapping[str, Target], wanted: Mapping[str, WantedTensor
         "dtype is kept unless --dtype says otherwise"
         for (base, found), count in changed.items()
     )
-
-
-def shown(faults: Sequence[str]) -> list[str]:
-    """Return the first five errors of each kind, and the number of further errors. The debug log (-v) lists all."""
-    kinds: dict[str, list[str]] = {}
-    for fault in faults:
-        kinds.setdefault(fault.partition(":")[0], []).append(fault)
-    lines = []
-    for kind, items in kinds.items():
-        lines += items[:_SHOWN]
-        if len(items) > _SHOWN:
-            lines.append(f"... and {len(items) - _SHOWN} more of {len(items)} ({kind}); --verbose lists them")
-            _log.debug("%s", "\n  ".join(items))
-    return lines

@@ -25,7 +25,7 @@ from ckptkit.formats.dcp.subclasses import SEPARATOR, Recipe, outer_name
 from ckptkit.formats.hf.torchao import describe_tensors, stored_name
 from ckptkit.offline.copying.plan import OutputFile, OutputTensor
 from ckptkit.offline.export.base import BaseModel, WantedTensor, beside_source, export_config
-from ckptkit.offline.export.check import absent_layers, compare_with_base, shown, unexpected_buffers
+from ckptkit.offline.export.check import absent_layers, compare_with_base, unexpected_buffers
 from ckptkit.offline.export.model_card import CardFacts, model_card
 from ckptkit.offline.export.tied import restore_embedding, same_values, settle_tied
 from ckptkit.offline.export.weights import ExportOptions, matches, select_targets, several_models
@@ -421,7 +421,7 @@ def _finish(draft: _Draft, tensors: dict[str, OutputTensor], kind: Literal["mode
     _check_dtypes(tensors)
     if draft.faults and draft.options.strict:
         raise CheckpointMismatchError(
-            f"the checkpoint does not match {draft.base.where}:\n  " + "\n  ".join(shown(draft.faults)) + _advice(draft)
+            f"the checkpoint does not match {draft.base.where}:\n  " + "\n  ".join(draft.faults) + _advice(draft)
         )
     counts: Counter[str] = Counter()  # elements by dtype
     for tensor in tensors.values():

@@ -8,7 +8,6 @@ for each block of 128 x 128.
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -28,9 +27,6 @@ if TYPE_CHECKING:
 
 Bytes = npt.NDArray[np.uint8]
 Formula = Callable[["torch.Tensor", str], Bytes]
-
-_log = logging.getLogger(__name__)
-_SHOWN = 3  # how many weights a note names
 
 BLOCK = 128
 _CODES, _SCALES = "float8_e4m3fn", "float32"
@@ -93,7 +89,7 @@ def quantize(tensors: Mapping[str, OutputTensor], config: Mapping[str, Any] | No
         ("tensor", set(stacked), "; matrices of several experts are stacked"),
     ):
         if kept_names:
-            listed = _listed([name for name in tensors if name in kept_names], why)
+            listed = first_few([name for name in tensors if name in kept_names], 3)
             notes.append(f"{counted(len(kept_names), noun, 'are')} not quantized{why}: {listed}")
     made: dict[str, OutputTensor] = {}
     for name, tensor in tensors.items():
@@ -106,14 +102,6 @@ def quantize(tensors: Mapping[str, OutputTensor], config: Mapping[str, Any] | No
     # List the modules that have no codes and scales, because loaders expect them in all other modules.
     kept |= {name.removesuffix(".weight") if name.endswith(".weight") else name.rpartition(".")[0] for name in stacked}
     return Quantized(made, _config({*kept, "lm_head"}), tuple(notes))
-
-
-def _listed(names: Sequence[str], why: str) -> str:
-    """Return the first few names as text. If there are more, write all names to the debug log (--verbose)."""
-    if len(names) <= _SHOWN:
-        return first_few(names)
-    _log.debug("not quantized%s:\n  %s", why, "\n  ".join(names))
-    return f"{first_few(names, _SHOWN)}; --verbose lists them"
 
 
 def _config(kept: Collection[str]) -> dict[str, Any]:

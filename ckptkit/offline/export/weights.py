@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fnmatch
-import logging
 import re
 from collections import Counter
 from collections.abc import Collection, Mapping
@@ -24,8 +23,6 @@ if TYPE_CHECKING:
     from ckptkit.keymaps.keymap import NameMap
     from ckptkit.offline.vocabulary import VocabSize
 
-_log = logging.getLogger(__name__)
-_SHOWN = 5  # how many tensors an error lists
 
 _NUMBERED = re.compile(r"model_\d+")  # the name that readers give to one of several models without a name
 _EXTRA_STATE = "_extra_state"  # what a module's get_extra_state returned; in TransformerEngine, a tensor
@@ -177,11 +174,7 @@ def _refuse_opaque(catalog: Catalog, found: Selection, options: ExportOptions, *
                 opaque[outer] = f"is a {recipes[outer]['class']}, which is stored in parts"
     if opaque:
         known = all(recipes.get(name, {}).get("class") in CLASSES.values() for name in opaque)
-        lines = [f"{name} {why}" for name, why in opaque.items()]
-        if len(lines) > _SHOWN:
-            _log.debug("%s", "\n  ".join(lines))
-            lines[_SHOWN:] = [f"... and {len(lines) - _SHOWN} more; --verbose lists them"]
-        listed = "\n  ".join(lines)
+        listed = "\n  ".join(f"tensor {name} {why}" for name, why in opaque.items())
         kept = "keeps them, and so does --to hf without --dtype" if known and not in_parts else "keeps them"
         raise UnsupportedFormatError(
             f"tensors that only their class can read cannot be exported ({len(opaque)}):\n  {listed}\nSkip them with "
