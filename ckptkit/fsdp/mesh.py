@@ -6,6 +6,7 @@ import dataclasses
 import datetime
 import math
 import os
+import socket
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -96,8 +97,7 @@ def plan_for(config: FSDPConfig, world_size: int) -> ParallelPlan:
     """Return the mesh plan that `config` describes for `world_size` ranks.
 
     If `replicate` and `shard` of a HYBRID_* strategy are both "auto", parameters are sharded inside a node and
-    replicated across nodes, as in FSDP1. The environment variable LOCAL_WORLD_SIZE is the number of ranks per node. If
-    it is not set, all ranks count as one node.
+    replicated across nodes, as in FSDP1. All ranks must then call this, see `_ranks_per_node`.
     """
     replicate, shard = config.replicate, config.shard
     if config.sharding_strategy is ShardingStrategy.NO_SHARD:
@@ -105,7 +105,7 @@ def plan_for(config: FSDPConfig, world_size: int) -> ParallelPlan:
     elif not config.sharding_strategy.is_hybrid:
         replicate = 1
     elif replicate == "auto" and shard == "auto":
-        local = int(os.environ.get("LOCAL_WORLD_SIZE", str(world_size)))
+        local = _ranks_per_node(world_size)
         inside = config.tp * config.cp
         if local % inside:
             raise UsageError(
@@ -114,6 +114,27 @@ def plan_for(config: FSDPConfig, world_size: int) -> ParallelPlan:
             )
         shard = local // inside
     return ParallelPlan.resolve(world_size, replicate=replicate, shard=shard, tp=config.tp, cp=config.cp)
+
+
+def _ranks_per_node(world_size: int) -> int:
+    """Return the number of ranks on each node.
+
+    torchrun sets LOCAL_WORLD_SIZE. Other launchers (srun, Lightning's own) do not; the ranks then exchange the names of
+    their hosts.
+    """
+    import torch.distributed as dist
+
+    if (told := os.environ.get("LOCAL_WORLD_SIZE")) or not dist.is_initialized():
+        return int(told or world_size)
+    hosts: list[str] = [""] * world_size
+    dist.all_gather_object(hosts, socket.gethostname())
+    local = hosts.count(hosts[0])
+    if world_size % local or any(len({*hosts[i : i + local]}) > 1 for i in range(0, world_size, local)):
+        raise UsageError(
+            "a HYBRID_* strategy with 'auto' sizes needs nodes with equal numbers of ranks, in the order of the nodes; "
+            f"the ranks are on {', '.join(hosts[:16])}. Give `shard` a number of ranks."
+        )
+    return local
 
 
 def auto_shard_size(numel: int, is_training: bool) -> int:

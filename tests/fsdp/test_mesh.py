@@ -1,5 +1,7 @@
 """Mesh sizes, and the meshes created from them."""
 
+import socket
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -52,6 +54,24 @@ def test_sharding_strategies_become_mesh_dimensions(config, dims, monkeypatch):
     plan = plan_for(FSDPConfig(**config), 8)
     assert plan.dims == dims
     assert list(plan.dims) == list(dims)
+
+
+def hybrid(hosts: list[str]) -> dict[str, int] | str:
+    """Return the mesh dimensions on ranks that a launcher started which does not set LOCAL_WORLD_SIZE."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("LOCAL_WORLD_SIZE")
+        patch.setattr(socket, "gethostname", lambda: hosts[dist.get_rank()])
+        try:
+            return plan_for(FSDPConfig(sharding_strategy="HYBRID_SHARD"), 4).dims
+        except UsageError as error:
+            return str(error)
+
+
+def test_hybrid_strategies_shard_inside_a_node_under_any_launcher(ranks):
+    for hosts, dims in ((["a", "a", "b", "b"], {"replicate": 2, "shard": 2}), (["a"] * 4, {"shard": 4})):
+        assert ranks.run(hybrid, 4, hosts) == [dims] * 4
+    for hosts in (["a", "b", "a", "b"], ["a", "a", "a", "b"]):
+        assert all("the ranks are on a, " in text for text in ranks.run(hybrid, 4, hosts))
 
 
 def test_a_node_that_tp_does_not_divide_is_refused(monkeypatch):
