@@ -7,13 +7,22 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ckptkit.cli.frame import command_frame, is_quiet, json_option, note, print_json, progress_bar, storage_option
+from ckptkit.cli.frame import (
+    command_frame,
+    is_quiet,
+    json_option,
+    note,
+    print_json,
+    progress_bar,
+    shortened,
+    storage_option,
+)
 from ckptkit.units import counted
 
 if TYPE_CHECKING:
     from ckptkit.offline.diff import DiffReport, LayerDiff, TensorDiff
 
-_FIRST = 5  # differences shown per kind, unless --verbose
+_FIRST = 5  # tensors listed by name, unless --verbose
 
 
 @click.command("diff")
@@ -65,9 +74,7 @@ def _lines(report: DiffReport, *, every: bool) -> list[str]:
     ]
     lines = [f"A {report.a}", f"B {report.b}"]
     for kind in kinds:
-        lines += kind if every else kind[:_FIRST]
-        if len(kind) > _FIRST and not every:
-            lines.append(f"  ... and {len(kind) - _FIRST} more of {len(kind)}; --verbose lists them")
+        lines += shortened(kind, ["difference"] * len(kind))
     lines += [f"not compared: {name}" for name in report.left_out] if every else []
     layers = report.layers()
     if every or len(report.different) <= max(_FIRST, len(layers)):

@@ -22,7 +22,7 @@ from ckptkit.catalog.entry import Catalog, TensorEntry
 from ckptkit.catalog.targets import Target
 from ckptkit.errors import NoSpaceError
 from ckptkit.storage.store import Store
-from ckptkit.units import counted, first_few, format_size
+from ckptkit.units import first_few, format_size
 
 if TYPE_CHECKING:
     from ckptkit.formats.hf.header import FileLayout
@@ -31,7 +31,6 @@ Bytes = npt.NDArray[np.uint8]
 _Int64 = npt.NDArray[np.int64]
 # Fills a buffer with a tensor's row-major bytes, and returns how many finite elements its last cast made infinite.
 Compute: TypeAlias = Callable[[Sequence[Bytes], Bytes], int]
-_NAMED = 8  # maximum number of leftovers listed by name per reason; if there are more, only the first is named
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,14 +288,9 @@ class Plan:
         for item in self.files:
             yield f"{item.path}  {format_size(item.nbytes)}"
         for reason, names in self.left_over().items():
-            if len(names) <= _NAMED:
-                yield from (f"left over: {name} ({reason})" for name in names)
-            else:
-                yield f"left over: {counted(len(names), 'tensor')}, {names[0]}, ... ({reason}); --json lists all"
-        if len(self.missing) <= _NAMED:
-            yield from (f"missing: {name}" for name in self.missing)
-        else:
-            yield f"missing: {counted(len(self.missing), 'tensor')}, {self.missing[0]}, ...; --json lists all"
+            yield f"left over: {first_few(names)} ({reason})"
+        if self.missing:
+            yield f"missing: {first_few(self.missing)}"
         yield from (f"note: {note}" for note in self.notes)
 
     def left_over(self) -> dict[str, list[str]]:
