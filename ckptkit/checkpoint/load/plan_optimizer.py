@@ -24,7 +24,7 @@ from ckptkit.checkpoint.state.optimizer import (
 from ckptkit.checkpoint.state.optimizer_layout import SHARD, cuts, layouts, placed_whole, places
 from ckptkit.checkpoint.state.train_state import parameter_names, section
 from ckptkit.errors import CorruptCheckpointError, SaveError, UsageError
-from ckptkit.formats.dcp.host_bytes import are_dense, dtype_name, has_load_hooks, local_part, placed_like
+from ckptkit.formats.dcp.host_bytes import dtype_name, has_load_hooks, local_part, placed_like, why_not_dense
 from ckptkit.formats.dcp.subclasses import (
     SEPARATOR,
     STATES,
@@ -138,7 +138,7 @@ def _optimizer(load: Planning, plan: OptimizerPlan, names: Mapping[int, str]) ->
     plan.live = {fqn: dict(plan.optimizer.state.get(item, {})) for fqn, item in plan.parameters.items()}
     values = [value for state in plan.live.values() for value in state.values()]
     tensors = [value for value in values if isinstance(value, torch.Tensor) or is_state_in_parts(value)]
-    if load.recipes or not are_dense(list(map(local_part, tensors))):
+    if load.recipes or any(is_state_in_parts(tensor) or why_not_dense(tensor) for tensor in tensors):
         for fqn, parameter in plan.parameters.items():
             _opened_states(load, plan, fqn, parameter)
     if load.foreign:  # ckptkit's own checkpoints record which states were saved

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import operator
 import sys
 from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -127,28 +126,8 @@ def is_sparse_or_quantized(tensor: torch.Tensor) -> bool:
     return own and (tensor.is_quantized or tensor.layout is not torch.strided)
 
 
-def are_dense(tensors: Collection[Any]) -> bool:
-    """Return whether all tensors are dense and of torch's own classes.
-
-    This is fast even for many tensors. If the result is False, call `why_not_dense` for each tensor.
-    """
-    import torch
-
-    return (
-        _plain_types().issuperset(map(type, tensors))
-        and {torch.strided}.issuperset(map(_layout_of, tensors))
-        and _plain_dtypes().issuperset(map(_dtype_of, tensors))
-        and not any(map(_is_meta, tensors))
-        and not any(map(_is_nested, tensors))
-    )
-
-
 def hidden_ones(tensors: Mapping[Any, Any]) -> dict[Any, str]:
     """Return, by key, the result of `why_not_dense` for each tensor that is not dense."""
-    from torch.distributed.tensor import DTensor
-
-    if are_dense([value._local_tensor if type(value) is DTensor else value for value in tensors.values()]):
-        return {}
     return {key: why for key, value in tensors.items() if (why := why_not_dense(value))}
 
 
@@ -164,22 +143,11 @@ def expanded_ones(tensors: Mapping[Any, Any]) -> dict[Any, str]:
     }
 
 
-_layout_of, _dtype_of = operator.attrgetter("layout"), operator.attrgetter("dtype")
-_is_meta, _is_nested = operator.attrgetter("is_meta"), operator.attrgetter("is_nested")
-
-
 @functools.cache
 def _plain_types() -> frozenset[type]:
     import torch
 
     return frozenset((torch.Tensor, torch.nn.Parameter))
-
-
-@functools.cache
-def _plain_dtypes() -> frozenset[torch.dtype]:
-    import torch
-
-    return frozenset(getattr(torch, name) for name in DTYPES if hasattr(torch, name))
 
 
 @functools.lru_cache(maxsize=64)

@@ -30,7 +30,6 @@ from ckptkit.errors import SaveError, UsageError
 from ckptkit.formats.dcp.files import write_records
 from ckptkit.formats.dcp.fill import part_of
 from ckptkit.formats.dcp.host_bytes import (
-    are_dense,
     dtype_name,
     is_sparse_or_quantized,
     own_memory,
@@ -275,8 +274,6 @@ def _laid_out(
     objects: list[tuple[str, Path]] = []
     cuts: dict[Any, _Cut | None] = {}
     meshes: dict[DeviceMesh, int] = {}
-    memory = [v._local_tensor if type(v) is DTensor else v for v in flat.values() if isinstance(v, torch.Tensor)]
-    plain = are_dense(memory)  # one call for all tensors: a call per tensor would double the time
     rows = list(paths.items())
     if private:
         rows.sort(key=lambda row: row[0] in private)
@@ -288,7 +285,7 @@ def _laid_out(
         if name in holders:
             place = holders[name].index(rank), len(holders[name])
         sharded = isinstance(value, (DTensor, ShardedTensor))
-        if not sharded and not (isinstance(value, torch.Tensor) and (plain or not why_not_dense(value))):
+        if not sharded and (not isinstance(value, torch.Tensor) or why_not_dense(value)):
             if name not in private:
                 shared_objects.append(name)
             if place[0] == 0:  # if ranks have different objects, the lowest rank's object is saved, as in torch
@@ -303,11 +300,9 @@ def _laid_out(
                 continue
             own_offsets, own_sizes, narrow = mine
             local = _local(value, number)
-            if not plain:
-                why = why_not_dense(local)
-                if why:
-                    raise SaveError(f"{name}: it {why}.")
-                local = without_subclass(local)
+            if sharded and (why := why_not_dense(local)):
+                raise SaveError(f"{name}: it {why}.")
+            local = without_subclass(local)
             if cut.within:
                 local = part_of(local, cut.within[number], sizes)
             if local.dtype != cut.dtype:

@@ -24,7 +24,6 @@ from ckptkit.catalog.entry import Catalog, Role, TensorEntry
 from ckptkit.errors import SaveError
 from ckptkit.formats.dcp.blocks import Blocks, blocks_of, cut_blocks
 from ckptkit.formats.dcp.host_bytes import (
-    are_dense,
     dtype_name,
     local_part,
     placed_like,
@@ -167,10 +166,6 @@ def open_all(
     Returns:
         The new table, the recipes by name, and the reason for each tensor that could not be split.
     """
-    from torch.distributed.tensor import DTensor
-
-    if are_dense([value._local_tensor if type(value) is DTensor else value for value in tensors.values()]):
-        return dict(tensors), {}, {}
     table: dict[Any, Any] = {}
     recipes: dict[Any, Recipe] = {}
     reasons: dict[Any, str] = {}
@@ -230,6 +225,9 @@ def without_values(tensor: Any) -> Any:
 
 def _is_made_of_parts(tensor: Any) -> bool:
     import torch
+
+    if type(tensor) in (torch.Tensor, torch.nn.Parameter):
+        return False
     from torch._subclasses.fake_tensor import FakeTensor
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
     from torch.distributed.tensor import DTensor
@@ -237,7 +235,7 @@ def _is_made_of_parts(tensor: Any) -> bool:
     kind = type(tensor)
     if is_state_in_parts(tensor):
         return True
-    if kind in (torch.Tensor, torch.nn.Parameter) or isinstance(tensor, (DTensor, AsyncCollectiveTensor, FakeTensor)):
+    if isinstance(tensor, (DTensor, AsyncCollectiveTensor, FakeTensor)):
         return False
     if not (hasattr(tensor, "__tensor_flatten__") and hasattr(kind, "__tensor_unflatten__")) and not _is_4bit(tensor):
         return False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -100,16 +101,15 @@ def open_catalog(
 
 def _index_files(place: Store, record: CommitRecord, manifest: str) -> tuple[bytes, bytes | None]:
     """Return the contents of the manifest and of `objects.json` (None if there is no `objects.json`)."""
-
-    def objects() -> bytes | None:
-        found = record.files.get(OBJECTS_NAME)
-        return None if found is None else _checked(place, OBJECTS_NAME, found, most=_MAX_OBJECTS_BYTES)
-
+    expected, objects = record.files.get(manifest), record.files.get(OBJECTS_NAME)
+    if objects is None:
+        return _checked(place, manifest, expected), None
+    read = partial(_checked, place, OBJECTS_NAME, objects, most=_MAX_OBJECTS_BYTES)
     if not place.asking_costs:
-        return _checked(place, manifest, record.files.get(manifest)), objects()
+        return _checked(place, manifest, expected), read()
     with WorkerPool(1, thread_name_prefix="ckptkit-open") as pool:
-        other = pool.submit(objects)
-        return _checked(place, manifest, record.files.get(manifest)), other.result()
+        other = pool.submit(read)
+        return _checked(place, manifest, expected), other.result()
 
 
 def is_of_a_save(store: Store) -> bool:
