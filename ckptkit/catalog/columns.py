@@ -5,7 +5,6 @@ A million boxes take about a second.
 
 from __future__ import annotations
 
-import itertools
 import os
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +15,7 @@ import numpy.typing as npt
 Int64 = npt.NDArray[np.int64]
 UInt64 = npt.NDArray[np.uint64]
 Bool = npt.NDArray[np.bool_]
+_PRIME = np.uint64(2**31 - 1)
 
 
 def distinct(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
@@ -78,27 +78,32 @@ def is_dense(sizes: Int64, strides: Int64) -> Bool:
 def tiles_exactly(offsets: Int64, sizes: Int64, shape: Int64) -> bool:
     """Return whether non-empty boxes cover each element of `shape` exactly once. Takes linear time.
 
-    In a d-dimensional difference array, each box adds +1 or -1 at each of its corners. The boxes cover the shape
-    exactly once if and only if the array equals that of a single box of the whole shape. The function compares hashes
-    of both arrays. The hashes use a random key, so no file can provoke a wrong result. The probability of a wrong
-    result is 2**-64.
+    Every element gets a random weight, and the weights of all boxes must add up to the weight of the whole shape. An
+    element's weight is a product of one random factor per dimension, so a box's weight is a product, too. The
+    factors change on each call, so no file can provoke a wrong result. A wrong result, by the Schwartz-Zippel lemma,
+    has a probability of at most (d / 2**31) ** 2 in d dimensions.
     """
     low, high = offsets.astype(np.uint64), (offsets + sizes).astype(np.uint64)
     whole = shape.astype(np.uint64)[None]
-    key = np.frombuffer(os.urandom(8 * len(shape) + 8), np.uint64)
-    total = np.zeros(1, np.uint64)
-    for corner in itertools.product((False, True), repeat=len(shape)):
-        signed = _steps(np.where(corner, high, low), key) - _steps(np.where(corner, whole, np.uint64(0)), key)
-        total = total + signed if sum(corner) % 2 else total - signed
-    return not total.any()
+    keys = np.frombuffer(os.urandom(16 * len(shape)), np.uint64).reshape(2, -1)
+    return all(_weight(low, high, key) == _weight(np.zeros_like(whole), whole, key) for key in keys)
 
 
-def _steps(places: UInt64, key: UInt64) -> UInt64:
-    """Return the sum of the corners' hashes, as an array [1]: for a scalar, numpy would warn about the overflow."""
-    z = (places * (key[:-1] | np.uint64(1))).sum(axis=1, dtype=np.uint64) + key[-1:]
+def _weight(low: UInt64, high: UInt64, key: UInt64) -> int:
+    """Return the sum of the boxes' weights, modulo a prime below 2**31, so that products fit into 64 bits."""
+    weights = np.ones(len(low), np.uint64)
+    for dim in range(len(key)):
+        factors = _hash(high[:, dim], key[dim : dim + 1]) + _PRIME - _hash(low[:, dim], key[dim : dim + 1])
+        weights = weights * (factors % _PRIME) % _PRIME
+    return int(weights.sum() % _PRIME)
+
+
+def _hash(places: UInt64, key: UInt64) -> UInt64:
+    z = places + key
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return np.atleast_1d((z ^ (z >> np.uint64(31))).sum(dtype=np.uint64))
+    found: UInt64 = (z ^ (z >> np.uint64(31))) % _PRIME
+    return found
 
 
 @dataclass(eq=False, repr=False, slots=True)
