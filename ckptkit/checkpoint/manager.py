@@ -423,7 +423,7 @@ class CheckpointManager:
         return self._coordinator.decide(self._loader.latest, "looking for the latest checkpoint")
 
     def list(self) -> list[CommitRecord]:
-        """Return the commit record of each checkpoint, without its file list, oldest first. All ranks must call it.
+        """Return the commit record of each checkpoint, without its file list, newest last. All ranks must call it.
 
         docs/format.md explains the fields.
         """

@@ -61,7 +61,7 @@ class Listed:
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """The entries of a run: first the committed checkpoints, oldest first, then all other entries.
+    """The entries of a run: first the committed checkpoints, newest last, then all other entries.
 
     Attributes:
         total_bytes: Total size of all committed checkpoints.

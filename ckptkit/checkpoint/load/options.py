@@ -47,7 +47,7 @@ class LoadOptions:
             rank's share of the host's free memory.
         verify: True checks every slice against its digest. Slices that no rank reads completely are read once more, by
             one rank, so that damage is found on any world size. "read" checks only slices that are read completely
-            anyway, without extra reads. False checks nothing.
+            anyway, without extra reads. False checks no weights.
         replicas: How to read data that several ranks need (HSDP, DDP). "broadcast": each rank reads a share and sends
             it to the others. "read": each rank reads everything. "auto": "broadcast" from object stores, where reads
             use the network; "read" from file systems, where reading is faster than sending.
