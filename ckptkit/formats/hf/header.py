@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import reprlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -137,8 +138,8 @@ def _tensor(name: str, entry: Any, data_start: int, path: str) -> HeaderTensor:
     stated, shape, offsets = fields.get("dtype", ()), fields.get("shape", ()), fields.get("data_offsets", ())
     if not (isinstance(stated, str) and _are_sizes(shape, _MAX_DIMS) and _are_sizes(offsets, 2) and len(offsets) == 2):
         raise CorruptCheckpointError(
-            f"{path}: the header's entry of tensor {name!r:.200} is {entry!r:.200}; expected only a dtype, a shape "
-            f"of at most {_MAX_DIMS} dimensions, and data_offsets [begin, end]. Integers must be from 0 to 2^63 - 1."
+            f"{path}: the header's entry of tensor {name!r:.200} is {reprlib.repr(entry)}; expected a dtype, a shape "
+            f"of at most {_MAX_DIMS} dimensions, and data_offsets [begin, end], with integers from 0 to 2^63 - 1."
         )
     try:
         dtype = from_safetensors(stated)

@@ -50,8 +50,8 @@ def _calls(work: Callable[[], Any]) -> int:
 
 
 _COMMANDS: dict[str, tuple[Callable[[str, str, str], Any], int]] = {  # and the maximum number of calls per tensor
-    "open": (lambda a, b, out: open_source(a), 20),
-    "verify --quick": (lambda a, b, out: verify(a, quick=True), 20),
+    "open": (lambda a, b, out: open_source(a), 22),
+    "verify --quick": (lambda a, b, out: verify(a, quick=True), 22),
     "inspect": (lambda a, b, out: inspect(a), 42),
     "verify": (lambda a, b, out: verify(a), 28),
     "diff": (lambda a, b, out: diff(a, b), 96),
