@@ -161,9 +161,9 @@ CALLS: Mistakes = [
     (lambda: ckptkit.open_checkpoint(MODEL), f"url is of type Linear, {LOCATION}"),
 ]  # fmt: skip
 TRAINING: Mistakes = [
-    (lambda: FSDPConfig("FULL_SHARD"), "enable_fsdp is 'FULL_SHARD'; it must be True or False"),
-    (lambda: FSDPConfig(tp="2"), "tp is '2'; it must be a number of ranks"),
-    (lambda: FSDPConfig(device="gpu"), "device is 'gpu'; it must be 'auto', 'cpu', 'cuda'"),
+    (lambda: FSDPConfig("FULL_SHARD"), "enable_fsdp is 'FULL_SHARD', expected True or False"),
+    (lambda: FSDPConfig(tp="2"), "tp is '2', expected a number of ranks"),
+    (lambda: FSDPConfig(device="gpu"), "device is 'gpu', expected 'auto', 'cpu', 'cuda'"),
     (lambda: FSDPConfig.from_dict(None), f"values is None, {DICT}"),
     (lambda: FSDPConfig.from_dict({"shardin": 1}), "FSDPConfig has no field 'shardin'"),
     (lambda: FSDPConfig.from_yaml(None), f"path is None, {LOCATION}"),
