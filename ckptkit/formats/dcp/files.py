@@ -38,6 +38,7 @@ bytes. `digest` covers the payload. `key` is the tensor's number in the rank's t
 
 _PACK = 1 << 20  # small records are joined into writes of this size
 _FILE = 16 << 20  # fewer bytes are not worth an additional file, or an additional request to an object store
+_SMALL_FILE = 1 << 20  # on an object store, a smaller file is merged into a larger one
 _ONE_REQUEST = 216 << 20  # a larger file is uploaded in parts while it is written
 _FILES = 8  # concurrent uploads
 _COPIED_FILES = 4  # concurrent uploads if tensors must be copied, because the copies take up memory
@@ -105,6 +106,8 @@ def write_records(
     started = time.perf_counter()
     lengths = [frame.length for frame in frames] + [len(record) for record in records]
     bins = _bins(lengths, min(workers or default_workers(store, tensors), 1 + sum(lengths) // _FILE))
+    if store.asking_costs:
+        bins = _worth_a_request(bins, lengths)
     turn, free = threading.BoundedSemaphore(_cores()), nullcontext()
     paths, jobs = [f"{prefix}{number}.distcp" for number in range(len(bins))], []
     for path, rows in zip(paths, bins, strict=True):
@@ -139,6 +142,20 @@ def _bins(lengths: Sequence[int], count: int) -> list[list[int]]:
         rows[i].append(row)
         heapq.heappush(loads, (load + lengths[row], i))
     return [found for found in rows if found]
+
+
+def _worth_a_request(bins: list[list[int]], lengths: Sequence[int]) -> list[list[int]]:
+    """Move the records of files smaller than `_SMALL_FILE` to the smallest of the larger files.
+
+    Such small files occur if one tensor is huge.
+    """
+    loads = [sum(lengths[row] for row in rows) for rows in bins]
+    large = [(load, rows) for rows, load in zip(bins, loads, strict=True) if load >= _SMALL_FILE]
+    small = [row for rows, load in zip(bins, loads, strict=True) if load < _SMALL_FILE for row in rows]
+    if not large or not small:
+        return bins
+    min(large)[1].extend(sorted(small, key=lambda row: -lengths[row]))
+    return [rows for _, rows in large]
 
 
 class _DataFile(NamedTuple):
