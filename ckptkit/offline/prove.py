@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from ckptkit.catalog.box import Box
 from ckptkit.catalog.columns import distinct, distinct_boxes, first_of_equal, is_dense, row_major
 from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.catalog.entry import Role, TensorEntry
@@ -22,7 +23,7 @@ from ckptkit.digests import hash_of
 from ckptkit.errors import IntegrityError
 from ckptkit.formats.sources import Origin, SourceReader
 from ckptkit.offline.copying.copier import Progress
-from ckptkit.offline.copying.gather import Gatherer, bounding, cuts
+from ckptkit.offline.copying.gather import Gatherer, cuts
 from ckptkit.offline.copying.plan import Placement, Plan
 from ckptkit.offline.copying.pool import Pool, Worker
 from ckptkit.offline.copying.runs import copied_entry, prepare
@@ -118,19 +119,13 @@ class _Prover:
     def _has_same_bytes(self, placement: Placement, worker: Worker) -> bool:
         """Return whether each box of the result has the bytes that the source gives."""
         tensor, itemsize = placement.tensor, dtype_of(placement.tensor.dtype).itemsize
-        boxes = [placement.box(row) for row in range(len(placement))]
-        groups = [[row] for row, box in enumerate(boxes) if box.is_contiguous_in(tensor.shape)]
-        strided = [row for row, box in enumerate(boxes) if not box.is_contiguous_in(tensor.shape)]
-        for rows in [*groups, strided] if strided else groups:
-            some = [boxes[row] for row in rows]
-            for tile in bounding(some).tiles(self._gatherer.tile_numel(tensor)):
-                made = worker.buffer(tile.numel * itemsize, made=True)
-                self._gatherer.make_box(tensor, tile, made)
-                for index, at, part in cuts(made, tile, some, itemsize):
-                    row = rows[index]
-                    start = int(placement.starts[row]) + at
-                    if not np.array_equal(part, self._read(int(placement.files[row]), start, len(part), worker)):
-                        return False
+        for tile in Box.whole(tensor.shape).tiles(self._gatherer.tile_numel(tensor)):
+            made = worker.buffer(tile.numel * itemsize, made=True)
+            self._gatherer.make_box(tensor, tile, made)
+            for row, at, part in cuts(made, tile, placement.offsets, placement.sizes, itemsize):
+                start = int(placement.starts[row]) + at
+                if not np.array_equal(part, self._read(int(placement.files[row]), start, len(part), worker)):
+                    return False
         return True
 
     def _read(self, file: int, start: int, nbytes: int, worker: Worker) -> Bytes:

@@ -36,16 +36,33 @@ def place(folder: Path, name: str) -> int:
     return read_header(LocalStore(str(folder / "out")), FILE).tensors[name].start
 
 
-def test_slices_with_digests_are_proved_without_reading_the_source(made, monkeypatch):
-    read, plain = [], prove.SourceReader.read_many
+@pytest.fixture
+def read(monkeypatch) -> list[tuple[str, int]]:
+    """Return the path and the size of each range that --verify reads."""
+    found, plain = [], prove.SourceReader.read_many
 
     def counted(self, ranges):
-        read.extend((self._origins[item.origin].path, len(item.view)) for item in ranges)
+        found.extend((self._origins[item.origin].path, len(item.view)) for item in ranges)
         return plain(self, ranges)
 
     monkeypatch.setattr(prove.SourceReader, "read_many", counted)
+    return found
+
+
+def test_slices_with_digests_are_proved_without_reading_the_source(made, read):
     assert proved(made) == 18
     assert all(nbytes <= 8 for path, nbytes in read if path != FILE)  # scalars
+
+
+def test_a_transposed_tensor_is_read_once_however_many_ranks_share_it(made, read):
+    (made / "out").rename(made / "whole")
+    (made / "map.toml").write_text('[[rules]]\nop = "transpose"\nfrom = "head.weight"\n')
+    options = {"to": "dcp", "world_size": 10, "include": ["head.weight"], "key_map": str(made / "map.toml")}
+    convert(str(made / "whole"), str(made / "out"), **options)
+    read.clear()
+    assert proved(made, partial(convert, **options), "whole") == 1
+    tensor = read_header(LocalStore(str(made / "whole")), FILE).tensors["head.weight"]
+    assert sum(nbytes for path, nbytes in read if path == FILE) == tensor.nbytes
 
 
 COLUMNS = {"world_size": 2, "mesh": "tp=2", "tp_plan": {"*.up.weight": 1}}

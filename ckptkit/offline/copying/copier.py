@@ -11,13 +11,14 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
+from ckptkit.catalog.box import Box
 from ckptkit.catalog.casts import cast_into
 from ckptkit.catalog.columns import distinct
 from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.digests import new_hasher
 from ckptkit.formats.checks import Verifier
 from ckptkit.formats.sources import Range, SourceReader
-from ckptkit.offline.copying.gather import Gatherer, bounding, cuts
+from ckptkit.offline.copying.gather import Gatherer, cuts
 from ckptkit.offline.copying.plan import Placement, Plan
 from ckptkit.offline.copying.pool import Stopped, Worker
 from ckptkit.offline.copying.runs import LEAST, BoxStep, Runs, Work, cut_runs
@@ -259,11 +260,17 @@ class Copier:
             else None
             for box, file, start in step.boxes
         ]
-        boxes, infinite = [box for box, _, _ in step.boxes], 0
-        for tile in bounding(boxes).tiles(self.gatherer.tile_numel(tensor)):
+        shape, infinite = (len(step.boxes), len(tensor.shape)), 0
+        offsets, sizes = (
+            np.array([getattr(box, name) for box, _, _ in step.boxes], np.int64).reshape(shape)
+            for name in ("offsets", "sizes")
+        )
+        low, high = offsets.min(axis=0), (offsets + sizes).max(axis=0)
+        bounding = Box(tuple(low.tolist()), tuple((high - low).tolist()))
+        for tile in bounding.tiles(self.gatherer.tile_numel(tensor)):
             data = worker.buffer(tile.numel * itemsize, made=True)
             infinite += self.gatherer.make_box(tensor, tile, data)
-            for index, at, part in cuts(data, tile, boxes, itemsize):
+            for index, at, part in cuts(data, tile, offsets, sizes, itemsize):
                 _, file, start = step.boxes[index]
                 if (digest := digests[index]) is not None:
                     digest.take(part)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,7 @@ from ckptkit.units import format_size
 
 Bytes = npt.NDArray[np.uint8]
 Array = npt.NDArray[Any]
+Int64 = npt.NDArray[np.int64]
 
 _BLOCK = 128  # rows; `rows_at_once` rounds down to a multiple of this
 _TILE = 4 << 20
@@ -170,19 +171,18 @@ class Gatherer:
         return infinite + tensor.compute(found, out)
 
 
-def bounding(boxes: Sequence[Box]) -> Box:
-    """Return the smallest box that contains all of these boxes."""
-    offsets = tuple(map(min, zip(*(box.offsets for box in boxes), strict=True)))
-    stops = tuple(map(max, zip(*(box.stops for box in boxes), strict=True)))
-    return Box(offsets, tuple(b - a for a, b in zip(offsets, stops, strict=True)))
-
-
-def cuts(data: Bytes, tile: Box, boxes: Sequence[Box], itemsize: int) -> Iterator[tuple[int, int, Bytes]]:
+def cuts(data: Bytes, tile: Box, offsets: Int64, sizes: Int64, itemsize: int) -> Iterator[tuple[int, int, Bytes]]:
     """Yield the part of a tile in each box that overlaps it: the box's index, the part's offset in the box, its bytes.
 
-    `data` are the tile's bytes. If tiles come in row-major order, so do the parts of each box.
+    If tiles come in row-major order, so do the parts of each box.
+
+    Args:
+        data: The tile's bytes.
+        offsets, sizes: The boxes, [n, ndim].
     """
-    for index, box in enumerate(boxes):
+    meets = ((offsets < np.array(tile.stops)) & (offsets + sizes > np.array(tile.offsets))).all(axis=1)
+    for index in np.flatnonzero(meets).tolist():
+        box = Box(tuple(offsets[index].tolist()), tuple(sizes[index].tolist()))
         shared = tile.intersect(box)
         if shared is None:
             continue
