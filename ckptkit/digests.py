@@ -9,11 +9,16 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
 import xxhash
 
 from ckptkit.errors import UnsupportedFormatError
+
+if TYPE_CHECKING:  # numpy is imported lazily, because `ckptkit ls` does not need it
+    import numpy as np
+    import numpy.typing as npt
 
 DIGEST = "xxh3_64"
 """The digest that ckptkit records for slices and files: 64 bits, not cryptographic."""
@@ -165,3 +170,64 @@ def _shift(nbytes: int) -> int:
 def crc32_combine(first: int, second: int, second_nbytes: int) -> int:
     """Return the CRC-32 of two concatenated pieces. `first` and `second` are the CRC-32s of the pieces."""
     return _multiply(_shift(second_nbytes), first) ^ second if first and second_nbytes else first ^ second
+
+
+# --- A fingerprint of a tensor's bits. The fingerprints of all shards add up to the fingerprint of the whole tensor, so
+# it does not depend on the sharding.
+#
+# The bits of each element are read as an unsigned integer. F1 is the sum of these integers. F2 is the sum of
+# integer * index, where index is the element's row-major index in the whole tensor. Both sums are taken modulo 2^64.
+# The fingerprint detects every flipped bit, swapped rows and misplaced shards. It is not a cryptographic digest.
+
+_MODULUS = 1 << 64
+_BLOCK = 1 << 14  # elements; a block fits in the cache, even as 64-bit integers
+
+
+@functools.cache
+def _ramp(count: int) -> npt.NDArray[np.uint64]:
+    import numpy as np
+
+    return np.arange(count, dtype=np.uint64)
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """The sums F1 and F2 (see the comment above) over some elements of a tensor.
+
+    If `a` and `b` are the fingerprints of disjoint sets of elements, `a + b` is the fingerprint of both sets together.
+    """
+
+    f1: int = 0
+    f2: int = 0
+
+    def __add__(self, other: Fingerprint) -> Fingerprint:
+        return Fingerprint((self.f1 + other.f1) % _MODULUS, (self.f2 + other.f2) % _MODULUS)
+
+
+def fingerprint_of_runs(bits: npt.NDArray[Any], starts: npt.NDArray[np.uint64], run: int) -> Fingerprint:
+    """Return the fingerprint of several runs of a tensor. A run is a sequence of consecutive elements.
+
+    Args:
+        bits: The elements as unsigned integers, one run after the other.
+        starts: The row-major index of each run's first element in the whole tensor.
+        run: The number of elements in each run.
+    """
+    import numpy as np
+
+    ramp = _ramp(_BLOCK)
+    f1 = f2 = 0
+    if run >= _BLOCK or len(starts) == 1:
+        for i, start in enumerate(starts.tolist()):
+            for at in range(0, run, _BLOCK):
+                block = bits[i * run + at : i * run + min(at + _BLOCK, run)].astype(np.uint64)
+                total = int(block.sum())
+                f1 += total
+                f2 += (start + at) * total + int(np.dot(block, ramp[: len(block)]))
+        return Fingerprint(f1 % _MODULUS, f2 % _MODULUS)
+    rows, ramp, step = bits.reshape(-1, run), ramp[:run], max(1, _BLOCK // run)
+    for at in range(0, len(rows), step):
+        block = rows[at : at + step].astype(np.uint64)
+        totals = block.sum(axis=1, dtype=np.uint64)
+        f1 += int(totals.sum())
+        f2 += int(np.dot(totals, starts[at : at + step])) + int(np.dot(block, ramp).sum())
+    return Fingerprint(f1 % _MODULUS, f2 % _MODULUS)

@@ -1,7 +1,8 @@
 """Reads a result back and verifies that each tensor equals its source.
 
-If each slice of a tensor is contiguous in the result and has a digest, the result's bytes are compared with the
-digests, so the source is not read. All other tensors are made from the source again, and compared byte by byte.
+If a source slice is contiguous in the result, the result's bytes are compared with the slice's recorded digest, so the
+source is not read. If the slice has no digest, its bytes are compared with the result's bytes. Tensors that were cast,
+split or rearranged are compared by fingerprints, which are checksums that can be added up box by box.
 """
 
 from __future__ import annotations
@@ -15,18 +16,20 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from ckptkit.catalog.box import Box
+from ckptkit.catalog.box import Box, row_major_strides
+from ckptkit.catalog.casts import cast_into
 from ckptkit.catalog.columns import distinct, distinct_boxes, first_of_equal, is_dense, row_major
 from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.catalog.entry import Role, TensorEntry
-from ckptkit.digests import hash_of
+from ckptkit.catalog.targets import Target
+from ckptkit.digests import Fingerprint, fingerprint_of_runs, new_hasher
 from ckptkit.errors import IntegrityError
-from ckptkit.formats.sources import Origin, SourceReader
+from ckptkit.formats.sources import UNITS, EntryMap, Origin, SourceReader
 from ckptkit.offline.copying.copier import Progress
-from ckptkit.offline.copying.gather import Gatherer, cuts
-from ckptkit.offline.copying.plan import Placement, Plan
+from ckptkit.offline.copying.gather import Gatherer
+from ckptkit.offline.copying.plan import OutputTensor, Placement, Plan
 from ckptkit.offline.copying.pool import Pool, Worker
-from ckptkit.offline.copying.runs import copied_entry, prepare
+from ckptkit.offline.copying.runs import prepare
 from ckptkit.storage.store import Store
 
 if TYPE_CHECKING:
@@ -37,13 +40,38 @@ Bytes = npt.NDArray[np.uint8]
 Int64 = npt.NDArray[np.int64]
 
 
-_CHUNK = 2 << 20  # bytes compared at a time
+def fingerprint_of(data: Bytes, box: Box, shape: tuple[int, ...], itemsize: int) -> Fingerprint:
+    """Return the contribution of a box to the fingerprint of a tensor of shape `shape`.
+
+    Args:
+        data: The box's bytes, row-major.
+        itemsize: Bytes per element. An element of 16 bytes counts as two elements of 8 bytes.
+    """
+    if itemsize == 16:
+        box, shape, itemsize = Box((*box.offsets, 0), (*box.sizes, 2)), (*shape, 2), 8
+    if box.numel == 0:
+        return Fingerprint()
+    dim = box.ndim  # the box is contiguous in the tensor along the dimensions from this one on
+    while dim > 0 and Box(box.offsets[dim - 1 :], box.sizes[dim - 1 :]).is_contiguous_in(shape[dim - 1 :]):
+        dim -= 1
+    starts = np.array([box.flat_start(shape)], np.uint64)  # index of each run's first element
+    for size, stride in zip(box.sizes[:dim], row_major_strides(shape)[:dim], strict=True):
+        steps = np.arange(size, dtype=np.uint64) * np.uint64(stride)
+        starts = (starts[:, None] + steps).reshape(-1)
+    return fingerprint_of_runs(data.view(UNITS[itemsize]), starts, Box.whole(box.sizes[dim:]).numel)
+
+
+_CHUNK = 1 << 20
+_TILE = 4 << 20
 
 
 def prove_equal(
     plan: Plan, source: Store, result: Store, *, max_memory: int, workers: int = 0, progress: Progress | None = None
 ) -> int:
     """Check that all tensors in `result` equal the source. Return the number of tensors.
+
+    Tensors that cannot be compared by slices are compared by fingerprints, which are computed slice by slice for the
+    source and box by box for the result. Fingerprints detect misplaced boxes as well as wrong bytes.
 
     Args:
         progress: A callback for (bytes read from the result, total bytes, "verify: FILE"). Never called concurrently.
@@ -71,10 +99,12 @@ class _Prover:
     ) -> None:
         work = prepare(plan, check=False, by_boxes=True)
         self._plan = plan
+        self._maps: dict[str, EntryMap] = work.maps
         self._result = SourceReader(result, [Origin(file.path) for file in plan.files])
         each = max_memory // (4 * workers)
         self._source = SourceReader(source, work.origins, span=max(1 << 20, each))
-        self._gatherer = Gatherer(self._source, work.maps, max_bytes=max_memory, small=_CHUNK, big=each)
+        small = max(_CHUNK, min(_TILE, each))
+        self._gatherer = Gatherer(self._source, work.maps, max_bytes=max_memory, small=small, big=each)
         self._lock = threading.Lock()
         self._progress, self._done = progress, 0
         self._total = sum(int(p.sizes.prod(axis=1).sum()) * dtype_of(p.tensor.dtype).itemsize for p in plan.placements)
@@ -86,57 +116,116 @@ class _Prover:
 
     def compare(self, index: int, worker: Worker) -> None:
         placement = self._plan.placements[index]
-        # If digests differ, bytes decide: the source may be damaged, and the result still a faithful copy of it.
-        if not (self._has_same_digests(placement, worker) or self._has_same_bytes(placement, worker)):
+        # If digests differ, fingerprints decide: the source may be damaged, and the result still a faithful copy of it.
+        if self._is_same_by_slices(placement, worker):
+            return
+        if self._found(placement, worker) != self._expected(placement.tensor, worker):
             with self._lock:
                 self.different.append(placement.tensor.name)
 
-    def _has_same_digests(self, placement: Placement, worker: Worker) -> bool:
-        """Return whether all slices are contiguous in the result, and the result's bytes have the slices' digests."""
-        entry = copied_entry(self._plan.catalog, placement)
-        if entry is None or entry.dtype != placement.tensor.dtype:
+    # --- slices that are contiguous in the result: compared by digests or bytes
+
+    def _is_same_by_slices(self, placement: Placement, worker: Worker) -> bool:
+        tensor, key = placement.tensor, _copied(placement.tensor)
+        if key is None:
+            return False
+        entry = self._maps[key].entry
+        if entry.dtype != tensor.dtype or entry.shape != tensor.shape:
             return False
         runs, slices = slice_runs(entry, placement), entry.slices
-        if runs is None or slices.algorithm is None or slices.digests is None:
+        if runs is None:
             return False
-        if slices.digest_starts is not None and slices.digest_nbytes is not None:
+        algorithm, digests = slices.algorithm, slices.digests
+        if slices.digest_starts is not None and slices.digest_nbytes is not None:  # digests may cover other ranges
             own = (slices.digest_starts == slices.starts) & (slices.digest_nbytes == slices.nbytes)
-            if not own.all():  # the digests cover other ranges
-                return False
+            digests = digests if own.all() else None
         for rows in runs.bounds():
-            digest = hash_of(self._blocks(runs, rows, worker), slices.algorithm)
-            if digest != int(slices.digests[int(runs.slices[rows[0]])]):
-                return False
-        return True
-
-    def _blocks(self, runs: SliceRuns, rows: tuple[int, int], worker: Worker) -> Iterator[memoryview]:
-        """Yield the bytes of a slice from the result, in order."""
-        for row in range(*rows):
-            file, start, nbytes = int(runs.files[row]), int(runs.starts[row]), int(runs.nbytes[row])
-            for at in range(0, nbytes, _CHUNK):
-                yield self._read(file, start + at, min(_CHUNK, nbytes - at), worker).data
-
-    def _has_same_bytes(self, placement: Placement, worker: Worker) -> bool:
-        """Return whether each box of the result has the bytes that the source gives."""
-        tensor, itemsize = placement.tensor, dtype_of(placement.tensor.dtype).itemsize
-        for tile in Box.whole(tensor.shape).tiles(self._gatherer.tile_numel(tensor)):
-            made = worker.buffer(tile.numel * itemsize, made=True)
-            self._gatherer.make_box(tensor, tile, made)
-            for row, at, part in cuts(made, tile, placement.offsets, placement.sizes, itemsize):
-                start = int(placement.starts[row]) + at
-                if not np.array_equal(part, self._read(int(placement.files[row]), start, len(part), worker)):
+            row, blocks = int(runs.slices[rows[0]]), self._blocks(runs, rows, worker)
+            if algorithm is not None and digests is not None:
+                hasher = new_hasher(algorithm)
+                for _, data in blocks:
+                    hasher.update(data.data)
+                if hasher.intdigest() != int(digests[row]):
+                    return False
+                continue
+            origin, start = int(self._maps[key].origins[row]), int(slices.starts[row])
+            for inner, data in blocks:
+                wanted = worker.buffer(len(data), made=True)
+                self._source.read(origin, start + inner, wanted.data)
+                if not np.array_equal(wanted, data):
                     return False
         return True
 
-    def _read(self, file: int, start: int, nbytes: int, worker: Worker) -> Bytes:
-        """Return bytes of the result, and report progress."""
-        data = worker.buffer(nbytes)
-        self._result.read(file, start, data.data)
+    def _blocks(self, runs: SliceRuns, rows: tuple[int, int], worker: Worker) -> Iterator[tuple[int, Bytes]]:
+        """Read a slice's bytes from the result, in order. Yield (offset in the slice, bytes) pairs."""
+        for row in range(*rows):
+            inner, file, start = int(runs.inner[row]), int(runs.files[row]), int(runs.starts[row])
+            nbytes = int(runs.nbytes[row])
+            for at in range(0, nbytes, _CHUNK):
+                data = worker.buffer(min(_CHUNK, nbytes - at))
+                self._result.read(file, start + at, data.data)
+                self._report(len(data), file)
+                yield inner + at, data
+
+    # --- the result's fingerprint: box by box, in file order; replicas must be equal
+
+    def _found(self, placement: Placement, worker: Worker) -> Fingerprint | None:
+        tensor = placement.tensor
+        itemsize = dtype_of(tensor.dtype).itemsize
+        known: dict[Box, Fingerprint] = {}
+        for row in range(len(placement)):
+            box = placement.box(row)
+            total, at = Fingerprint(), int(placement.starts[row])
+            for tile in box.tiles(max(1, _CHUNK // itemsize)):
+                data = worker.buffer(tile.numel * itemsize)
+                file = int(placement.files[row])
+                self._result.read(file, at, data.data)
+                self._report(len(data), file)
+                total += fingerprint_of(data, tile, tensor.shape, itemsize)
+                at += len(data)
+            if known.setdefault(box, total) != total:
+                return None
+        return sum(known.values(), Fingerprint())
+
+    def _report(self, nbytes: int, file: int) -> None:
         if self._progress is not None:
             with self._lock:
                 self._done += nbytes
                 self._progress(self._done, self._total, f"verify: {self._plan.files[file].path}")
-        return data
+
+    # --- the source's fingerprint: slice by slice if the target copies one entry, otherwise by the plan's parts
+
+    def _expected(self, tensor: OutputTensor, worker: Worker) -> Fingerprint:
+        key, out = _copied(tensor), dtype_of(tensor.dtype).itemsize
+        total = Fingerprint()
+        entry = None if key is None else self._maps[key].entry
+        if key is None or entry is None or entry.shape != tensor.shape or entry.slices.strides:
+            for tile in Box.whole(tensor.shape).tiles(self._gatherer.tile_numel(tensor)):
+                data = worker.buffer(tile.numel * out, made=True)
+                self._gatherer.make_box(tensor, tile, data)
+                total += fingerprint_of(data, tile, tensor.shape, out)
+            return total
+        where, slices = self._maps[key], entry.slices
+        into = dtype_of(entry.dtype).itemsize
+        for row in distinct_boxes(slices.offsets, slices.sizes).tolist():
+            part = slices[row]
+            at = part.start
+            for tile in part.box.tiles(max(1, _CHUNK // into)):
+                data = worker.buffer(tile.numel * into)
+                self._source.read(int(where.origins[row]), at, data.data)
+                at += len(data)
+                if entry.dtype != tensor.dtype:
+                    made = worker.buffer(tile.numel * out, made=True)
+                    cast_into(data, made, entry.dtype, tensor.dtype)
+                    data = made
+                total += fingerprint_of(data, tile, entry.shape, out)
+        return total
+
+
+def _copied(tensor: OutputTensor) -> str | None:
+    """Return the key of the source entry that a tensor copies or casts. Returns None for any other tensor."""
+    part = tensor.only_part if isinstance(tensor, Target) else None
+    return part.source if part is not None and part.source_box.sizes == tensor.shape else None
 
 
 # Locate each source slice in the result. This uses only the plan's boxes, not the steps of the copy, and so verifies

@@ -1,34 +1,40 @@
-"""--verify: what it reads, and the damage that it finds, for tensors that are copied, cast or sharded."""
+"""--verify: the proof for each tensor, what it reads, the damage that it finds; fingerprints of any sharding."""
 
 from __future__ import annotations
 
-from functools import partial
+import math
 from pathlib import Path
-from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from ckptkit import convert, reshard
+from ckptkit import convert, digests, reshard
+from ckptkit.catalog.box import Box
+from ckptkit.digests import Fingerprint
 from ckptkit.errors import IntegrityError
 from ckptkit.formats.detect import open_source
 from ckptkit.formats.hf.header import read_header
 from ckptkit.offline import prove
-from ckptkit.offline.prove import prove_equal
+from ckptkit.offline.prove import fingerprint_of, prove_equal
 from ckptkit.storage.local import LocalStore
-from tests.offline.folders import flip
+from tests.catalog.boxes import index, partitions, shapes
+from tests.offline.engine import UNITS
+from tests.offline.folders import UNEVEN, copied, flip
 
 FILE = "model.safetensors"
 
 
 @pytest.fixture
-def made(source: Path, tmp_path: Path) -> Path:
-    convert(str(source), str(tmp_path / "out"))
+def made(tmp_path: Path) -> Path:
+    convert(str(copied(UNEVEN / "ckpt", tmp_path / "in")), str(tmp_path / "out"))
     return tmp_path
 
 
-def proved(folder: Path, command: Any = convert, source: str = "in") -> int:
-    plan = command(str(folder / source), str(folder / "again"), dry_run=True).plan
-    return prove_equal(plan, LocalStore(str(folder / source)), LocalStore(str(folder / "out")), max_memory=10**8)
+def proved(folder: Path) -> int:
+    plan = convert(str(folder / "in"), str(folder / "again"), dry_run=True).plan
+    return prove_equal(plan, LocalStore(str(folder / "in")), LocalStore(str(folder / "out")), max_memory=10**8)
 
 
 def place(folder: Path, name: str) -> int:
@@ -37,49 +43,36 @@ def place(folder: Path, name: str) -> int:
 
 
 @pytest.fixture
-def read(monkeypatch) -> list[tuple[str, int]]:
-    """Return the path and the size of each range that --verify reads."""
-    found, plain = [], prove.SourceReader.read_many
-
-    def counted(self, ranges):
-        found.extend((self._origins[item.origin].path, len(item.view)) for item in ranges)
-        return plain(self, ranges)
-
-    monkeypatch.setattr(prove.SourceReader, "read_many", counted)
-    return found
+def fingerprinted(monkeypatch) -> list[str]:
+    """Return the names of the tensors that were proved by fingerprints."""
+    names: list[str] = []
+    plain = prove._Prover._expected
+    monkeypatch.setattr(prove._Prover, "_expected", lambda *args: names.append(args[1].name) or plain(*args))
+    return names
 
 
-def test_slices_with_digests_are_proved_without_reading_the_source(made, read):
+def test_slices_with_digests_are_proved_without_reading_the_source(made, fingerprinted, monkeypatch):
+    read, plain = [], prove.SourceReader.read
+
+    def counted(self, origin, start, view):
+        read.append((self._origins[origin].path, len(view)))
+        return plain(self, origin, start, view)
+
+    monkeypatch.setattr(prove.SourceReader, "read", counted)
     assert proved(made) == 18
-    assert all(nbytes <= 8 for path, nbytes in read if path != FILE)  # scalars
+    assert max(nbytes for path, nbytes in read if path != FILE) <= 8 < max(nbytes for _, nbytes in read)
+    assert all("scalar" in name or name in ("gain", "step_count") for name in fingerprinted)  # scalars
 
 
-def test_a_transposed_tensor_is_read_once_however_many_ranks_share_it(made, read):
-    (made / "out").rename(made / "whole")
-    (made / "map.toml").write_text('[[rules]]\nop = "transpose"\nfrom = "head.weight"\n')
-    options = {"to": "dcp", "world_size": 10, "include": ["head.weight"], "key_map": str(made / "map.toml")}
-    convert(str(made / "whole"), str(made / "out"), **options)
-    read.clear()
-    assert proved(made, partial(convert, **options), "whole") == 1
-    tensor = read_header(LocalStore(str(made / "whole")), FILE).tensors["head.weight"]
-    assert sum(nbytes for path, nbytes in read if path == FILE) == tensor.nbytes
+def test_slices_without_digests_are_compared_byte_by_byte(made, tmp_path, fingerprinted):
+    assert reshard(str(made / "out"), str(tmp_path / "new"), world_size=3, check=False, verify=True).verified == 18
+    assert not [name for name in fingerprinted if "weight" in name]
 
 
-COLUMNS = {"world_size": 2, "mesh": "tp=2", "tp_plan": {"*.up.weight": 1}}
-
-
-@pytest.mark.parametrize("command", [
-    partial(convert, dtype="bf16"), partial(reshard, world_size=3), partial(reshard, **COLUMNS),
-], ids=["cast", "rows", "columns"])  # fmt: skip
-def test_a_flipped_bit_is_found_in_tensors_whose_bytes_have_no_digests(made, command):
-    (made / "out").rename(made / "whole")  # safetensors have no digests
-    command(str(made / "whole"), str(made / "out"), verify=True)
-    assert proved(made, command, "whole") == 18
-    store = LocalStore(str(made / "out"))
-    part = next(e for n, e in open_source(store.url).catalog.tensors.items() if n.endswith("up.weight")).slices[0]
-    flip(made / "out" / part.path, part.start)
-    with pytest.raises(IntegrityError, match=r"1 of 18 tensors.*up\.weight"):
-        proved(made, command, "whole")
+def test_column_shards_are_fingerprinted(made, tmp_path, fingerprinted):
+    reshard(str(made / "in"), str(tmp_path / "n"), world_size=2, mesh="tp=2", tp_plan={"*.up.weight": 1}, verify=True)
+    assert any(name.endswith("up.weight") for name in fingerprinted)
+    assert not any(name.endswith("down.weight") for name in fingerprinted)
 
 
 @pytest.mark.parametrize("name", ["embed.weight", "gain"])
@@ -104,3 +97,49 @@ def test_a_result_equal_to_a_damaged_source_is_equal(made):
     flip(made / "in" / slices.paths[int(slices.files[first])], int(slices.starts[first]))
     flip(made / "out" / FILE, place(made, "head.weight"))
     assert proved(made) == 18
+
+
+full = shapes.filter(lambda shape: math.prod(shape) > 0)
+cut = full.flatmap(lambda shape: st.tuples(st.just(shape), partitions(shape)))
+itemsizes = st.sampled_from([1, 2, 4, 8])
+
+
+def numbers(shape: tuple[int, ...], itemsize: int) -> np.ndarray:
+    rng = np.random.default_rng(math.prod(shape))
+    return rng.integers(0, 256, (*shape, itemsize), np.uint8).view(UNITS[itemsize]).reshape(shape)
+
+
+def of(array: np.ndarray, box: Box) -> Fingerprint:
+    data = np.ascontiguousarray(array[index(box)]).reshape(-1).view(np.uint8)
+    return fingerprint_of(data, box, array.shape, array.itemsize)
+
+
+@given(full, itemsizes)
+def test_a_fingerprint_equals_the_two_sums_of_its_definition(shape, itemsize):
+    array = numbers(shape, itemsize)
+    values = [int(x) for x in array.ravel()]
+    expected = (sum(values) % 2**64, sum(i * x for i, x in enumerate(values)) % 2**64)
+    found = of(array, Box.whole(shape))
+    assert (found.f1, found.f2) == expected
+
+
+@given(cut, itemsizes, st.sampled_from([2, 1 << 14]))
+def test_any_sharding_gives_the_same_fingerprint(case, itemsize, block):
+    shape, boxes = case
+    array = numbers(shape, itemsize)
+    before = digests._BLOCK
+    digests._BLOCK = block
+    try:
+        parts = sum((of(array, box) for box in boxes), Fingerprint())
+    finally:
+        digests._BLOCK = before
+    assert parts == of(array, Box.whole(shape))
+
+
+@pytest.mark.parametrize("shape", [(3, 5), ()])
+def test_elements_of_sixteen_bytes_have_a_fingerprint(shape):
+    array = np.random.default_rng(0).standard_normal((*shape, 2)).view(np.complex128).reshape(shape)
+    data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    before = fingerprint_of(data, Box.whole(shape), shape, 16)
+    data[9] ^= 1
+    assert fingerprint_of(data, Box.whole(shape), shape, 16) != before

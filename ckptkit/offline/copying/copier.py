@@ -11,14 +11,14 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from ckptkit.catalog.box import Box
+from ckptkit.catalog.box import Box, row_major_strides
 from ckptkit.catalog.casts import cast_into
 from ckptkit.catalog.columns import distinct
 from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.digests import new_hasher
 from ckptkit.formats.checks import Verifier
-from ckptkit.formats.sources import Range, SourceReader
-from ckptkit.offline.copying.gather import Gatherer, cuts
+from ckptkit.formats.sources import Range, SourceReader, strided
+from ckptkit.offline.copying.gather import Gatherer
 from ckptkit.offline.copying.plan import Placement, Plan
 from ckptkit.offline.copying.pool import Stopped, Worker
 from ckptkit.offline.copying.runs import LEAST, BoxStep, Runs, Work, cut_runs
@@ -260,21 +260,33 @@ class Copier:
             else None
             for box, file, start in step.boxes
         ]
-        shape, infinite = (len(step.boxes), len(tensor.shape)), 0
-        offsets, sizes = (
-            np.array([getattr(box, name) for box, _, _ in step.boxes], np.int64).reshape(shape)
-            for name in ("offsets", "sizes")
-        )
-        low, high = offsets.min(axis=0), (offsets + sizes).max(axis=0)
-        bounding = Box(tuple(low.tolist()), tuple((high - low).tolist()))
+        offsets = tuple(map(min, zip(*(box.offsets for box, _, _ in step.boxes), strict=True)))
+        stops = tuple(map(max, zip(*(box.stops for box, _, _ in step.boxes), strict=True)))
+        bounding = Box(offsets, tuple(b - a for a, b in zip(offsets, stops, strict=True)))
+        infinite = 0
         for tile in bounding.tiles(self.gatherer.tile_numel(tensor)):
             data = worker.buffer(tile.numel * itemsize, made=True)
             infinite += self.gatherer.make_box(tensor, tile, data)
-            for index, at, part in cuts(data, tile, offsets, sizes, itemsize):
-                _, file, start = step.boxes[index]
-                if (digest := digests[index]) is not None:
+            for (box, file, start), digest in zip(step.boxes, digests, strict=True):
+                shared = tile.intersect(box)
+                if shared is None:
+                    continue
+                part = _cut(data, tile, shared, itemsize)
+                if digest is not None:
                     digest.take(part)
-                self.sink.write(file, [(start + at, part.data)])
+                at = start + shared.relative_to(box).flat_start(box.sizes) * itemsize
+                self.sink.write(file, [(at, part.data)])
             self.tally.add(len(data), path)
         self.infinite.add(*step.boxes[0][1:], infinite)
         return infinite
+
+
+def _cut(data: Bytes, tile: Box, shared: Box, itemsize: int) -> Bytes:
+    """Return the row-major bytes of the region `shared`, which lies inside the tile."""
+    inside = shared.relative_to(tile)
+    first = inside.flat_start(tile.sizes) * itemsize
+    if inside.is_contiguous_in(tile.sizes):
+        return data[first : first + shared.numel * itemsize]
+    view = strided(data, first, shared.sizes, row_major_strides(tile.sizes), itemsize)
+    part: Bytes = np.ascontiguousarray(view).reshape(-1).view(np.uint8)
+    return part

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +22,6 @@ from ckptkit.units import format_size
 
 Bytes = npt.NDArray[np.uint8]
 Array = npt.NDArray[Any]
-Int64 = npt.NDArray[np.int64]
 
 _BLOCK = 128  # rows; `rows_at_once` rounds down to a multiple of this
 _TILE = 4 << 20
@@ -169,31 +167,6 @@ class Gatherer:
                 while sum(map(len, self._kept.values())) > self.max_bytes // 8:
                     self._kept.popitem(last=False)
         return infinite + tensor.compute(found, out)
-
-
-def cuts(data: Bytes, tile: Box, offsets: Int64, sizes: Int64, itemsize: int) -> Iterator[tuple[int, int, Bytes]]:
-    """Yield the part of a tile in each box that overlaps it: the box's index, the part's offset in the box, its bytes.
-
-    If tiles come in row-major order, so do the parts of each box.
-
-    Args:
-        data: The tile's bytes.
-        offsets, sizes: The boxes, [n, ndim].
-    """
-    meets = ((offsets < np.array(tile.stops)) & (offsets + sizes > np.array(tile.offsets))).all(axis=1)
-    for index in np.flatnonzero(meets).tolist():
-        box = Box(tuple(offsets[index].tolist()), tuple(sizes[index].tolist()))
-        shared = tile.intersect(box)
-        if shared is None:
-            continue
-        inside = shared.relative_to(tile)
-        first = inside.flat_start(tile.sizes) * itemsize
-        if inside.is_contiguous_in(tile.sizes):
-            part = data[first : first + shared.numel * itemsize]
-        else:
-            view = strided(data, first, shared.sizes, row_major_strides(tile.sizes), itemsize)
-            part = np.ascontiguousarray(view).reshape(-1).view(np.uint8)
-        yield index, shared.relative_to(box).flat_start(box.sizes) * itemsize, part
 
 
 def _nbytes(tensor: OutputTensor) -> int:

@@ -238,7 +238,7 @@ class _WorkBuilder:
         Returns the other placements. Handles thousands of tensors at once, because adding each tensor separately would
         be much slower.
         """
-        copied = [copied_entry(self.catalog, placement) for placement in placements]
+        copied = [_copied(self.catalog, placement) for placement in placements]
         some = [placement for placement, entry in zip(placements, copied, strict=True) if entry is not None]
         entries = [entry for entry in copied if entry is not None]
         shapes = [entry.shape for entry in entries]
@@ -427,7 +427,7 @@ class _Numbered:
         return cls(kept, owners[kept], ((np.cumsum(heights) - heights)[owners] + offsets)[kept])
 
 
-def copied_entry(catalog: Catalog, placement: Placement) -> TensorEntry | None:
+def _copied(catalog: Catalog, placement: Placement) -> TensorEntry | None:
     """Return the source tensor if the placement's tensor is a copy of it (apart from a cast).
 
     Returns None for any other placement, and for an empty, strided or encoded source.
