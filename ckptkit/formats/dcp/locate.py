@@ -155,10 +155,11 @@ class LocatedSlices(SliceArray):
             )
         self.starts, self.nbytes = items.starts[rows], items.nbytes[rows]
         self.strides, self.codecs = items.strides.get(self.tensor, {}), items.codecs.get(self.tensor, {})
-        self.algorithm = self.digests = self.digest_starts = self.digest_nbytes = None
-        if len(self) and items.checked[rows].all():
-            self.algorithm, self.digests = CRC, items.digests[rows]
-            self.digest_starts, self.digest_nbytes = items.digest_starts[rows], items.digest_nbytes[rows]
+        # Set each column once: another thread must not find None, and skip the check of the bytes.
+        checked = len(self) > 0 and bool(items.checked[rows].all())
+        self.algorithm, self.digests = (CRC, items.digests[rows]) if checked else (None, None)
+        self.digest_starts = items.digest_starts[rows] if checked else None
+        self.digest_nbytes = items.digest_nbytes[rows] if checked else None
         return getattr(self, name)
 
 

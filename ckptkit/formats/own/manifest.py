@@ -105,7 +105,7 @@ def _check_slices(manifest: Manifest, columns: Columns, first: int, stop: int) -
     for bad, of, what in (
         (outside, np.repeat(owners, boxes.ndims[owners]), "is outside the tensor"),
         (wrong, owners, "has a size that does not match its box or its strides"),
-        (far, owners, "is past the end of any file"),
+        (far, owners, "starts outside of any file"),
     ):
         if bad.any():
             name = tensors.names[first + of.item(int(np.argmax(bad)))]

@@ -27,6 +27,7 @@ from ckptkit.errors import (
     UnsafePathError,
 )
 from ckptkit.formats.dcp.catalog import open_catalog
+from ckptkit.formats.dcp.locate import LocatedSlices
 from ckptkit.formats.pickles.objects import read_object
 from ckptkit.storage.local import LocalStore
 from tests.conftest import ZOO
@@ -58,6 +59,19 @@ def test_tensors_outside_of_model_and_optimizer_have_the_role_other(zoo):
     catalog = open_catalog(LocalStore(zoo / "dcp_torchtitan_like_w2/step-2"))
     other = {e.name for e in catalog.tensors.values() if e.role is Role.OTHER}
     assert all(name.startswith(("dataloader.", "train_state.", "lr_scheduler.")) for name in other), other
+
+
+def test_a_digest_is_set_once_so_that_no_thread_finds_it_missing(zoo, monkeypatch):
+    found: list[Any] = []
+
+    def noted(slices: LocatedSlices, name: str, value: Any) -> None:
+        found.append(value if name == "digests" else ())
+        object.__setattr__(slices, name, value)
+
+    slices = next(iter(open_catalog(LocalStore(zoo / "dcp_dtensor_2d/ckpt")).tensors.values())).slices
+    monkeypatch.setattr(LocatedSlices, "__setattr__", noted, raising=False)
+    assert slices.digests is not None
+    assert not any(value is None for value in found)
 
 
 def copied(name: str, tmp_path: Path) -> Path:
