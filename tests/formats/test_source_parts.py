@@ -130,6 +130,7 @@ def test_a_layout_of_another_model_is_refused(local, tmp_path):
         '{"_flat_param": {"fqns": ["a"], "shapes": ["ab"]}}',
         '{"_flat_param": {"fqns": [1], "shapes": [[1]]}}',
         '{"_flat_param": {"fqns": ["a"], "shapes": [[1]], "numels": ["a"], "pad_mask": [false]}}',
+        '{"_flat_param": {"fqns": ["a"], "shapes": [[1]], "numels": [-1, 1], "pad_mask": [true, false]}}',
         '{"_flat_param": {"fqns": ["a"], "shapes": [[1.5]]}}',
         '{"a": [9223372036854775808]}',
     ],

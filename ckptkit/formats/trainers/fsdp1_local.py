@@ -137,14 +137,18 @@ def _are(kind: type[Any], values: Any) -> bool:
     return isinstance(values, list) and all(type(value) is kind for value in values)
 
 
+def _are_sizes(values: Any) -> bool:
+    return _are(int, values) and all(0 <= size < 1 << 63 for size in values)
+
+
 def _is_shape(value: Any) -> bool:
-    return _are(int, value) and len(value) <= 64 and all(0 <= size < 1 << 63 for size in value)
+    return _are_sizes(value) and len(value) <= 64
 
 
 def _starts(numels: Sequence[int], recorded: Any, mask: Any) -> list[int] | None:
     """Return where each parameter starts, or None if the recorded sizes and padding do not fit `numels`."""
     recorded, mask = recorded or list(numels), mask or [False] * len(numels)
-    if not _are(int, recorded) or not _are(bool, mask) or len(recorded) != len(mask):
+    if not _are_sizes(recorded) or not _are(bool, mask) or len(recorded) != len(mask):
         return None
     ends = itertools.accumulate(recorded)
     params = [(numel, end - numel) for numel, end, pad in zip(recorded, ends, mask, strict=True) if not pad]
