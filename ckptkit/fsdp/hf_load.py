@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
+from itertools import product, starmap
 
 import torch
 from torch import nn
@@ -57,10 +58,12 @@ def load_hf(model: nn.Module, url: Location, *, cast: bool = False, strict: bool
         key_map = choose_map(targets, wanted=live.keys(), config=config_of(model)).key_map
         # A key map loads only weights, and no optimizer or scheduler from files beside them.
         options = LoadOptions(strict=strict, convert_dtype=True, key_map=key_map)
-        plan = plan_load(state, catalog, store, options, rank=coordinator.rank, world_size=coordinator.world_size)
-        if not cast and (rounded := list(_rounded(plan))):
-            plan.mismatches.add("others", "model", rounded)
-            plan.mismatches.check(store.url, strict=strict)
+        stored, kept = {entry.dtype for entry in catalog.tensors.values()}, {tensor.dtype for tensor in live.values()}
+        if not cast and any(starmap(_is_rounded, product(stored, kept))):  # only then plan twice
+            plan = plan_load(state, catalog, store, options, rank=coordinator.rank, world_size=coordinator.world_size)
+            if rounded := list(_rounded(plan)):
+                plan.mismatches.add("others", "model", rounded)
+                plan.mismatches.check(store.url, strict=strict)
         return catalog, store, options
 
     with contextlib.closing(Coordinator()) as coordinator:
@@ -91,7 +94,12 @@ def _with_prefix(catalog: Catalog, prefix: str, live: Collection[str]) -> Catalo
 def _rounded(plan: LoadPlan) -> Iterator[str]:
     """Describe each tensor that the load would round."""
     for target in plan.models:
-        stored, kept = getattr(torch, target.entry.dtype), target.live.dtype
-        is_cast_float8 = stored != kept and dtype_of(target.entry.dtype).kind == "float8"
-        if is_cast_float8 or torch.promote_types(stored, kept) != kept:
-            yield f"{target.key} is {target.entry.dtype}, the model keeps {dtype_name(kept)}; cast=True rounds it"
+        stored, kept = target.entry.dtype, target.live.dtype
+        if _is_rounded(stored, kept):
+            yield f"{target.key} is {stored}, the model keeps {dtype_name(kept)}; cast=True rounds it"
+
+
+def _is_rounded(stored: str, kept: torch.dtype) -> bool:
+    dtype = getattr(torch, stored)
+    is_cast_float8 = dtype != kept and dtype_of(stored).kind == "float8"
+    return is_cast_float8 or torch.promote_types(dtype, kept) != kept

@@ -116,6 +116,8 @@ def test_all_differences_are_listed_at_once_and_nothing_changes(run):
     ):
         check_misfit(run, state, re.escape(words))
     check_misfit(run, state, r"(?s)\A(?!.*strict=False).*another shape.*Try: include=\[", strict=False)
+    state.optimizer = None
+    check_misfit(run, state, r"include=\[\.\.\.\] names what to load(; convert_dtype=True casts)?\.", optimizer="skip")
 
 
 def shelved(section: str = "", fault: str = "") -> TrainState:

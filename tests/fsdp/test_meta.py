@@ -173,3 +173,11 @@ def test_parameters_on_meta_keeps_ties_and_buffers():
     assert model.lm_head.weight is model.embed.weight
     assert not other.frequencies.is_meta
     assert nn.Linear(2, 2).weight.device.type == "cpu"  # the context is closed
+
+
+def test_files_of_the_models_dtype_are_planned_once(zoo, monkeypatch):
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(url := zoo / "hf_ref_llama_untied")
+    monkeypatch.setattr("ckptkit.fsdp.hf_load.plan_load", None)  # the plan that looks for rounded tensors
+    assert set(load_hf(model, url).loaded) == set(model.state_dict())

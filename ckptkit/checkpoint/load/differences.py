@@ -87,7 +87,9 @@ class Mismatches:
         if lines:
             advice = ["convert_dtype=True casts"] if self.dtypes else []
             if self.missing or self.unexpected:
-                text = 'include=[...] names what to load, optimizer="skip" skips the optimizer'
+                text = "include=[...] names what to load"
+                if any(section.startswith("optimizer") for section in {**self.missing, **self.unexpected}):
+                    text += ', optimizer="skip" skips the optimizer'
                 advice.insert(0, f"strict=False loads what matches, {text}" if strict else text)
             raise CheckpointMismatchError(
                 f"{url} does not fit the training state; nothing was loaded.\n  "
