@@ -177,7 +177,7 @@ class CheckpointMismatchError(CkptkitError, ValueError):
 
 
 class SaveError(CkptkitError, RuntimeError):
-    """A save failed. Nothing was published."""
+    """A save failed, or may have failed: if rank 0 died or hung, the message says so."""
 
 
 class LoadError(CkptkitError, RuntimeError):

@@ -243,7 +243,7 @@ class CheckpointManager:
             what: Names the work in errors.
 
         Raises:
-            RankFailedError: `fn` raised on some rank. Every rank raises the same error.
+            RankFailedError: With several ranks, `fn` raised on one of them. Every rank raises the same error.
         """
         self._settle()
         return self._coordinator.run_on_all(fn, what)
@@ -326,7 +326,10 @@ class CheckpointManager:
                 gc.enable()
 
     def wait(self) -> SaveReport | None:
-        """Wait for the running save and return its report, or None if no save is running. Raises the save's error."""
+        """Wait for a background save, unless a call has already waited for it.
+
+        Returns its report, or None if there is no such save. Raises the save's error.
+        """
         self._check_open()
         handle, self._in_flight = self._in_flight, None
         return None if handle is None else handle.result()

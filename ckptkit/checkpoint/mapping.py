@@ -120,8 +120,8 @@ class Checkpoint(Mapping[str, Any]):
 class TensorView:
     """One tensor, read lazily: `view[...]` reads only the selected part.
 
-    Supports integers, slices and "...", like numpy's basic indexing. The result is a numpy array, or a torch tensor if
-    numpy lacks the dtype (bfloat16, float8).
+    Supports integers, "..." and slices with positive steps, like numpy. The result is a numpy array, or a torch tensor
+    if numpy lacks the dtype (bfloat16, float8).
     """
 
     entry: TensorEntry

@@ -38,7 +38,7 @@ _FIRST = 5  # tensors listed by name, unless --verbose
 def command(a: str, b: str, *, html: str | None, as_json: bool, **options: Any) -> None:
     """Compare the tensors and other values of the checkpoints at A and B. The exit code is 1 if they differ.
 
-    The formats and shardings of A and B may differ. Prints a summary by layer. --verbose lists every tensor; --quiet
+    The formats and shardings of A and B may differ. Prints a summary by layer. --verbose lists each difference; --quiet
     prints only the last line.
     """
     from ckptkit.offline.diff import diff

@@ -181,7 +181,7 @@ def note(text: str) -> None:
 
 
 def print_json(document: Any) -> None:
-    click.echo(json.dumps(document, indent=2, ensure_ascii=False, default=str))
+    click.echo(json.dumps(document, indent=2, ensure_ascii=False, default=str, allow_nan=False))
 
 
 @contextmanager

@@ -22,7 +22,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 _resource, _safety, _model = grouped("Resources"), grouped("Safety"), grouped("Model")
 _OPTIONS = [
     _safety("--dry-run", is_flag=True, help="Print the plan; write nothing."),
-    _safety("--verify", is_flag=True, help="Read the result back and check that it equals the source."),
+    _safety("--verify", is_flag=True, help="Read the result back and check that it is what the source gives."),
     _safety(
         "--no-check", "check", is_flag=True, flag_value=False, default=True, help="Do not check the source's digests."
     ),

@@ -38,8 +38,8 @@ _what = grouped("What")
 def command(src: str, dst: str, **options: Any) -> None:
     """Rewrite the checkpoint at SRC for a different number of ranks or a different mesh. The result is written to DST.
 
-    Optimizer states, master weights and schedulers are included. File r of DST contains exactly the data that rank r of
-    the new job loads.
+    Optimizer states, master weights and schedulers are included. Each shard is stored once, in the file of a rank that
+    loads it.
     """
     from ckptkit.offline.reshard import reshard
 

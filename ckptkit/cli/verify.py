@@ -27,7 +27,7 @@ SHOWN_OF_A_FILE = 10  # problems shown per file; a failing disk may damage ten t
 
 @click.command("verify")
 @click.argument("url")
-@click.option("--quick", is_flag=True, help="Check files, sizes and coverage only; do not read the tensors.")
+@click.option("--quick", is_flag=True, help="Check files, sizes, coverage and metadata; do not read the tensors.")
 @click.option(
     "--workers", type=Count(0), default=0, metavar="N", help="Parallel reads. Default: chosen for this machine."
 )

@@ -43,6 +43,7 @@ from ckptkit.fsdp.tensor_parallel import TPPlan, apply_tensor_parallel
 from ckptkit.fsdp.units import ROOT, VISION_NAMES, Policy, Units, plan_units, policy_of
 from ckptkit.fsdp.units import blocks as blocks_of
 from ckptkit.keymaps.wrappers import without_infixes
+from ckptkit.units import first_few
 
 logger = logging.getLogger(__name__)
 M = TypeVar("M", bound=nn.Module)
@@ -220,10 +221,9 @@ def _warn_of_ignored(model: nn.Module, ignored: Set[str], mesh: TrainingMesh, is
     trained = [name for name, parameter in parameters.items() if parameter.requires_grad]
     if trained and is_training and mesh.data.size() > 1 and dist.get_rank() == 0:
         logger.warning(
-            "%r and %d more of ignored_params are trainable: FSDP2 does not reduce their gradients over the %d ranks. "
+            "ignored_params has trainable parameters (%s): FSDP2 does not reduce their gradients over the %d ranks. "
             "Reduce them yourself, as docs/training.md shows, or freeze them.",
-            without_infixes(trained[0]),
-            len(trained) - 1,
+            first_few([*map(without_infixes, trained)], 1),
             mesh.data.size(),
         )
 

@@ -42,7 +42,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers
     At the start of training, loads the newest committed checkpoint, on any number of ranks. If `url` has no committed
     checkpoint, loads the newest checkpoint that a Trainer saved there. The Trainer then skips the batches already seen,
     as usual. `train(resume_from_checkpoint=...)` works too: True requires a checkpoint (ckptkit's or the Trainer's),
-    False starts a new run, and a path loads that Trainer checkpoint.
+    False starts a new run (in an empty `url`), and a path loads that Trainer checkpoint.
 
     At the end of training, exports the model (or a PEFT model's adapter) for `from_pretrained`. All ranks need the
     callback. Plain, DDP and FSDP2 models are supported.

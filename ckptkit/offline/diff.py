@@ -87,7 +87,7 @@ class LayerDiff:
 
 @dataclass(frozen=True, slots=True)
 class DiffReport:
-    """The result of `diff`. docs/json.md explains the other fields.
+    """The result of `diff`. docs/json.md explains more fields.
 
     Attributes:
         values: The differing values that are not tensors. Maps a path ("optimizer.param_groups[0].lr") to both values

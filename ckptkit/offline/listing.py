@@ -15,6 +15,7 @@ from ckptkit.checkpoint.run.inventory import Attempt, Committed, Inventory, chec
 from ckptkit.checkpoint.run.unnamed import unnamed_files
 from ckptkit.errors import CheckpointNotFoundError, UsageError, command_line
 from ckptkit.formats.own.record import LATEST_HINT, RECORD_NAME, step_of_name
+from ckptkit.offline.report import plain
 from ckptkit.storage.listing import snapshot
 from ckptkit.storage.local import is_directory
 from ckptkit.storage.open import open_store
@@ -77,10 +78,8 @@ class Listing:
 
     def to_json(self) -> dict[str, Any]:
         """Return the listing as plain JSON values (schema "ckptkit.ls/1")."""
-        rows = [{name: getattr(row, name) for name in Listed.__slots__} for row in self.checkpoints]
-        policy = None if self.policy is None else {n: getattr(self.policy, n) for n in RetentionPolicy.__slots__}
-        document = {name: getattr(self, name) for name in ("url", "total_bytes", "absent")}
-        return {"schema": SCHEMA, **document, "policy": policy, "checkpoints": rows, "foreign": list(self.foreign)}
+        names = ("url", "total_bytes", "absent", "policy", "checkpoints", "foreign")
+        return {"schema": SCHEMA, **{name: plain(getattr(self, name)) for name in names}}
 
 
 def list_run(

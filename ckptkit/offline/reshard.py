@@ -59,8 +59,8 @@ def reshard(  # noqa: PLR0913 - one argument per option
 ) -> ConvertReport:
     """Reshard the checkpoint at `src` for `world_size` ranks, and write a committed ckptkit checkpoint to `dst`.
 
-    File r of the result contains the slices that rank r will read. Replicated tensors stay replicated. The result has
-    the step and the training state of the source:
+    Each shard is stored once, in the file of a rank that will read it. Replicated tensors stay replicated. The result
+    has the step and the training state of the source:
 
     - from a ckptkit checkpoint: the whole state. Per-rank state (RNG, dataloader) keeps the keys of the old ranks. If
       the number of ranks changes, `rng_on_resize` and `per_rank_on_resize` apply when the result is loaded.

@@ -162,7 +162,7 @@ def verify(
 
     A checkpoint is complete if every file exists with its full size, and every tensor element is in exactly one slice
     (or in complete replicas of that slice). The checkpoint is undamaged if all recorded digests match. ckptkit
-    checkpoints record one digest per slice and per file. Other checkpoints record the CRC-32 of each zip record.
+    checkpoints record one digest per slice and per file. Others may have CRC-32s (zip files) or SHA256SUMS.
 
     Args:
         quick: Read only metadata, and skip the digests of files that contain tensors.

@@ -70,6 +70,12 @@ def test_prune_without_limits_deletes_only_leftovers_and_asks_for_limits(root):
         prune(str(root))
 
 
+def test_a_metric_that_is_not_finite_is_a_string_in_json(tmp_path):
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, state(1), metrics={"loss": float("inf")})
+    assert list_run(str(tmp_path)).to_json()["checkpoints"][0]["metrics"] == {"loss": "inf"}
+
+
 def test_missing_saves_are_counted_at_their_position(tmp_path):
     save(tmp_path, 10, 20, 30, 40, 50, retention=RetentionPolicy(max_num=2, keep_every=20))
     listing = list_run(str(tmp_path))

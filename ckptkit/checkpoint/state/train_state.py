@@ -50,7 +50,7 @@ class StateDictType(str, enum.Enum):
     Attributes:
         FULL: Full tensors in safetensors files; `from_pretrained` can load the model.
         SHARDED: Standard DCP. Loads on any number of ranks.
-        LOCAL: Each rank's local tensors, one file per rank. Saved without communication; loads only on the same mesh.
+        LOCAL: Each rank's local tensors, one file per rank. Sends no tensors; loads only on the same mesh.
     """
 
     FULL = "full"
