@@ -150,6 +150,8 @@ def _serve(conn: Connection, rank: int, world_size: int, rendezvous: str) -> Non
         faulthandler.dump_traceback_later(max(1.0, timeout - 1), exit=False)
         answer = _answer(fn, rank, world_size, args, join)
         release_leases()  # as at the end of a process: the next task may run in other ones
+        if "ckptkit.checkpoint.state.rng" in sys.modules:  # a strategy has declared which ranks draw the same numbers
+            sys.modules["ckptkit.checkpoint.state.rng"]._shared = None  # type: ignore[attr-defined]
         conn.send_bytes(answer)
         if len(_world.pg_map) > 1:
             while group := next((group for group in _world.pg_map if group is not world), None):
