@@ -126,7 +126,7 @@ def test_a_reader_does_not_take_a_store_that_fails_for_a_missing_part():
 # Private names of torch outside of formats/dcp. Only remove names from this table: unused ones fail the test.
 PRIVATE = {
     "ckptkit.checkpoint.save.staging": {"torch._foreach_copy_"},  # torch's own optimizers use the _foreach_ functions
-    "ckptkit.checkpoint.state.train_state": {"_load_from_state_dict", "_load_state_dict_pre_hooks"},
+    "ckptkit.checkpoint.state.model_tensors": {"_load_from_state_dict", "_load_state_dict_pre_hooks"},
     "ckptkit.checkpoint.state.without_values": {"_version"},
     "ckptkit.formats.pickles.weights_only": {"torch._neg_view"},
     "ckptkit.fsdp.gradients": {"torch._foreach_mul_", "torch._foreach_norm"},

@@ -20,7 +20,8 @@ from ckptkit.checkpoint.load.plan import LoadPlan
 from ckptkit.checkpoint.load.planner import plan_load
 from ckptkit.checkpoint.run.coordinator import Coordinator
 from ckptkit.checkpoint.save.hf_config import config_of
-from ckptkit.checkpoint.state.train_state import TrainState, model_tensors
+from ckptkit.checkpoint.state.model_tensors import model_tensors
+from ckptkit.checkpoint.state.train_state import TrainState
 from ckptkit.formats.dcp.host_bytes import dtype_name
 from ckptkit.formats.hf import safetensors
 from ckptkit.fsdp import meta

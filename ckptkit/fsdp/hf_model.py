@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor
 
 from ckptkit.catalog.targets import Target
 from ckptkit.checkpoint.save.hf_config import adapter_folder, adapters_of, pretrained_class
-from ckptkit.checkpoint.state.train_state import TrainState, capture
+from ckptkit.checkpoint.state.capture import capture
+from ckptkit.checkpoint.state.train_state import TrainState
 from ckptkit.errors import SaveError
 from ckptkit.formats.dcp.subclasses import SUBCLASSES
 from ckptkit.fsdp.wrap import unwrap_model

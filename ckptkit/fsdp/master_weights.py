@@ -13,7 +13,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ckptkit.checkpoint.state.optimizer import finish_load, own_state_dict
+from ckptkit.checkpoint.state.optimizer.methods import finish_load, own_state_dict
 from ckptkit.errors import CheckpointMismatchError, UsageError
 from ckptkit.formats.dcp.host_bytes import placed_like
 from ckptkit.fsdp.grad_scaler import DynamicGradScaler

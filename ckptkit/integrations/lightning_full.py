@@ -12,8 +12,11 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ckptkit.checkpoint.run.coordinator import Coordinator
-from ckptkit.checkpoint.state.optimizer import apply_state, capture_optimizer, named_parameters
-from ckptkit.checkpoint.state.train_state import TrainState, check_whole, model_tensors, parameter_names
+from ckptkit.checkpoint.state.capture import check_whole
+from ckptkit.checkpoint.state.model_tensors import model_tensors, parameter_names
+from ckptkit.checkpoint.state.optimizer.capture import capture_optimizer, named_parameters
+from ckptkit.checkpoint.state.optimizer.restore import apply_state
+from ckptkit.checkpoint.state.train_state import TrainState
 from ckptkit.checkpoint.state.values import decode
 from ckptkit.errors import CheckpointMismatchError
 

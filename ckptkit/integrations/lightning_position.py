@@ -13,8 +13,9 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.distributed.tensor import DTensor
 
+from ckptkit.checkpoint.state.model_tensors import model_tensors
 from ckptkit.checkpoint.state.rng import capture_rng, restore_rng
-from ckptkit.checkpoint.state.train_state import is_stateful, model_tensors
+from ckptkit.checkpoint.state.train_state import is_stateful
 
 _log = logging.getLogger(__name__)
 _KEY = "ckptkit_position"

@@ -21,7 +21,8 @@ from ckptkit.checkpoint.retention import RetentionPolicy
 from ckptkit.checkpoint.run.coordinator import Coordinator
 from ckptkit.checkpoint.run.delete import delete_any
 from ckptkit.checkpoint.run.inventory import list_checkpoints
-from ckptkit.checkpoint.state.train_state import PerRank, StateDictType, TrainState, model_tensors, same_memory
+from ckptkit.checkpoint.state.model_tensors import model_tensors, same_memory
+from ckptkit.checkpoint.state.train_state import PerRank, StateDictType, TrainState
 from ckptkit.checkpoint.state.values import encode
 from ckptkit.errors import CheckpointExistsError, CkptkitError, SaveError
 from ckptkit.formats.own.record import RECORD_NAME, CommitRecord

@@ -29,7 +29,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from ckptkit.checkpoint.report import DeferredOptimizer
 from ckptkit.checkpoint.retention import RetentionPolicy
-from ckptkit.checkpoint.state.train_state import StateDictType, TrainState, check_whole
+from ckptkit.checkpoint.state.capture import check_whole
+from ckptkit.checkpoint.state.train_state import StateDictType, TrainState
 from ckptkit.errors import UsageError
 from ckptkit.fsdp.mesh import make_mesh, plan_for
 from ckptkit.fsdp.meta import materialize, uninitialized

@@ -29,7 +29,7 @@ from ckptkit.arguments import check_flags, check_int, wrong
 from ckptkit.checkpoint.manager import CheckpointManager
 from ckptkit.checkpoint.report import LoadReport
 from ckptkit.checkpoint.retention import RetentionPolicy
-from ckptkit.checkpoint.state.optimizer import class_name
+from ckptkit.checkpoint.state.optimizer.methods import class_name
 from ckptkit.checkpoint.state.train_state import StateDictType, TrainState, is_stateful
 from ckptkit.errors import CheckpointMismatchError, CheckpointNotFoundError, UsageError
 

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any
 from ckptkit.checkpoint.load.plan import LoadPlan, ObjectTarget, OptimizerPlan
 from ckptkit.checkpoint.load.read import Reading
 from ckptkit.checkpoint.report import LoadReport
-from ckptkit.checkpoint.state.optimizer import apply_state, same_tensors
+from ckptkit.checkpoint.state.model_tensors import canonical_modules
+from ckptkit.checkpoint.state.optimizer.equal import same_tensors
+from ckptkit.checkpoint.state.optimizer.restore import apply_state
 from ckptkit.checkpoint.state.rng import check_rng, reseed, restore_rng, shared_stream
-from ckptkit.checkpoint.state.train_state import PerRank, TrainState, canonical_modules, is_stateful
+from ckptkit.checkpoint.state.train_state import PerRank, TrainState, is_stateful
 from ckptkit.checkpoint.state.values import JSON, decode, references
 from ckptkit.checkpoint.state.views import memories, separated
 from ckptkit.checkpoint.state.without_values import mark_filled

@@ -8,14 +8,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ckptkit.catalog.entry import Catalog, Role, TensorEntry, TensorSlice
-from ckptkit.checkpoint.state.train_state import (
-    TrainState,
-    is_stateful,
-    live_tensors,
-    own_merge,
-    parameter_names,
-    section,
-)
+from ckptkit.checkpoint.state.model_tensors import live_tensors, parameter_names
+from ckptkit.checkpoint.state.train_state import TrainState, is_stateful, own_merge, section
 from ckptkit.checkpoint.state.values import JSON, encode
 from ckptkit.errors import UNREADABLE, CheckpointMismatchError, CkptkitError, SaveError
 from ckptkit.formats.dcp.class_records import in_parts, renamed_recipes

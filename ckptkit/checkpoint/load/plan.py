@@ -14,8 +14,9 @@ from ckptkit.checkpoint.load.differences import Mismatches
 from ckptkit.checkpoint.load.options import LoadOptions
 from ckptkit.checkpoint.save.replicas import OwnCopies
 from ckptkit.checkpoint.state.layout import Shard, as_global
-from ckptkit.checkpoint.state.optimizer import GroupChanges, class_name
-from ckptkit.checkpoint.state.optimizer_layout import Held
+from ckptkit.checkpoint.state.optimizer.groups import GroupChanges
+from ckptkit.checkpoint.state.optimizer.layout import Held
+from ckptkit.checkpoint.state.optimizer.methods import class_name
 from ckptkit.checkpoint.state.train_state import Merge, TrainState
 from ckptkit.checkpoint.state.values import JSON, references
 from ckptkit.checkpoint.state.views import View

@@ -11,18 +11,13 @@ from ckptkit.checkpoint.load.differences import Mismatches
 from ckptkit.checkpoint.load.plan import OptimizerPlan, Planning, of_another_class, unlike
 from ckptkit.checkpoint.state.layout import as_global, shards_of
 from ckptkit.checkpoint.state.local_part import this_rank
-from ckptkit.checkpoint.state.optimizer import (
-    GroupChanges,
-    OptimizerTree,
-    group_changes,
-    inner_optimizers,
-    joined,
-    named_parameters,
-    with_inner,
-    with_new_head,
-)
-from ckptkit.checkpoint.state.optimizer_layout import SHARD, cuts, layouts, placed_whole, places
-from ckptkit.checkpoint.state.train_state import parameter_names, section
+from ckptkit.checkpoint.state.model_tensors import parameter_names
+from ckptkit.checkpoint.state.optimizer.capture import joined, named_parameters
+from ckptkit.checkpoint.state.optimizer.groups import GroupChanges, group_changes
+from ckptkit.checkpoint.state.optimizer.layout import SHARD, cuts, layouts, placed_whole, places
+from ckptkit.checkpoint.state.optimizer.methods import inner_optimizers, with_inner
+from ckptkit.checkpoint.state.optimizer.tree import OptimizerTree, with_new_head
+from ckptkit.checkpoint.state.train_state import section
 from ckptkit.errors import CorruptCheckpointError, SaveError, UsageError
 from ckptkit.formats.dcp.host_bytes import dtype_name, has_load_hooks, local_part, placed_like, why_not_dense
 from ckptkit.formats.dcp.subclasses import (

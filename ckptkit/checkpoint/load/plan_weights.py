@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 from ckptkit.catalog.entry import Role, TensorEntry
 from ckptkit.checkpoint.load.differences import KeyFilter, match_tensors
 from ckptkit.checkpoint.load.plan import ModelTensor, ObjectTarget, Planning, unlike
+from ckptkit.checkpoint.state.capture import joined_weights
 from ckptkit.checkpoint.state.layout import Shard, as_global, matches, shards_of
-from ckptkit.checkpoint.state.train_state import computed_state, joined_weights, section
+from ckptkit.checkpoint.state.model_tensors import computed_state
+from ckptkit.checkpoint.state.train_state import section
 from ckptkit.errors import CorruptCheckpointError
 from ckptkit.formats.dcp.host_bytes import dtype_name, expanded_ones, hidden_ones
 from ckptkit.formats.dcp.subclasses import Recipe, lower_bits_of, open_all, outer_name, same_recipe

@@ -21,7 +21,8 @@ from ckptkit.checkpoint.load.plan_weights import plan_weights
 from ckptkit.checkpoint.save.replicas import OwnCopies, own_copies
 from ckptkit.checkpoint.state.layout import as_global, shards_of
 from ckptkit.checkpoint.state.local_part import layout_of
-from ckptkit.checkpoint.state.train_state import TrainState, is_stateful, live_tensors, model_tensors, section
+from ckptkit.checkpoint.state.model_tensors import live_tensors, model_tensors
+from ckptkit.checkpoint.state.train_state import TrainState, is_stateful, section
 from ckptkit.checkpoint.state.values import JSON
 from ckptkit.errors import CheckpointMismatchError, CorruptCheckpointError, UsageError, command_line
 from ckptkit.formats.dcp.subclasses import SUBCLASSES

@@ -15,8 +15,8 @@ from ckptkit.checkpoint.load.options import LoadOptions
 from ckptkit.checkpoint.load.plan import LoadPlan, OptimizerPlan
 from ckptkit.checkpoint.state.layout import as_global
 from ckptkit.checkpoint.state.local_part import PartView, part_view, parts_here
-from ckptkit.checkpoint.state.optimizer import is_paged, memory_order, new_paged, new_state_tensor
-from ckptkit.checkpoint.state.optimizer_layout import PLAIN, SHARD, Held, held_by_any
+from ckptkit.checkpoint.state.optimizer.layout import PLAIN, SHARD, Held, held_by_any, memory_order
+from ckptkit.checkpoint.state.optimizer.restore import is_paged, new_paged, new_state_tensor
 from ckptkit.checkpoint.state.train_state import PerRank, is_stateful
 from ckptkit.checkpoint.state.values import encode, in_order, references
 from ckptkit.checkpoint.state.views import View, in_one_memory, memories

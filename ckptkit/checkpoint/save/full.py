@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from ckptkit.catalog.box import Box
 from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.checkpoint.save.stream import LocalSteps, SafetensorsStream, open_stream, phases_of
+from ckptkit.checkpoint.state.capture import Captured
 from ckptkit.checkpoint.state.local_part import (
     PartView,
     ShardLayout,
@@ -31,7 +32,6 @@ from ckptkit.checkpoint.state.local_part import (
     part_view,
     this_rank,
 )
-from ckptkit.checkpoint.state.train_state import Captured
 from ckptkit.digests import signature_of
 from ckptkit.errors import SaveError
 from ckptkit.formats.dcp.host_bytes import row_major

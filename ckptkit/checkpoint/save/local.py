@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ckptkit.checkpoint.save.stream import open_stream, phases_of
+from ckptkit.checkpoint.state.capture import Captured
 from ckptkit.checkpoint.state.local_part import PartView, check_safetensors, part_view, this_rank
-from ckptkit.checkpoint.state.train_state import Captured
 from ckptkit.digests import crc32, signature_of
 from ckptkit.formats.dcp.index import PlainSlice, PlannedKey, RankPart, mesh_index, plain_part
 from ckptkit.formats.hf.header import TensorToWrite

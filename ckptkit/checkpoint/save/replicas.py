@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ckptkit.catalog.entry import Catalog
+from ckptkit.checkpoint.state.capture import Captured
 from ckptkit.checkpoint.state.local_part import ShardLayout, layout_of, parts_here, this_rank
-from ckptkit.checkpoint.state.optimizer import CapturedOptimizer
-from ckptkit.checkpoint.state.optimizer_layout import layouts, places
-from ckptkit.checkpoint.state.train_state import Captured
+from ckptkit.checkpoint.state.optimizer.capture import CapturedOptimizer
+from ckptkit.checkpoint.state.optimizer.layout import layouts, places
 from ckptkit.checkpoint.state.values import references
 from ckptkit.digests import digest_of, hash_of, signature_of
 from ckptkit.errors import CorruptCheckpointError, SaveError

@@ -32,10 +32,11 @@ from ckptkit.checkpoint.save.replicas import (
     unequal_classes,
     warn_of,
 )
+from ckptkit.checkpoint.state.capture import Captured, capture
 from ckptkit.checkpoint.state.layout import refuse_idle
 from ckptkit.checkpoint.state.local_part import layout_of
-from ckptkit.checkpoint.state.optimizer import UNITED, united
-from ckptkit.checkpoint.state.train_state import Captured, StateDictType, TrainState, capture, check_state
+from ckptkit.checkpoint.state.optimizer.tree import UNITED, united
+from ckptkit.checkpoint.state.train_state import StateDictType, TrainState, check_state
 from ckptkit.checkpoint.state.values import JSON, decode, references
 from ckptkit.digests import digest_of, hex_digest_of
 from ckptkit.errors import SaveError, UsageError

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ckptkit import TrainState, verify
 from ckptkit.checkpoint.save.local import LocalTensors
-from ckptkit.checkpoint.state.train_state import capture
+from ckptkit.checkpoint.state.capture import capture
 from ckptkit.cli.main import cli
 from ckptkit.errors import CheckpointMismatchError, CorruptCheckpointError, IncompleteCheckpointError
 from ckptkit.formats.own import local as local_shards

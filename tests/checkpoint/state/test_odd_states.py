@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from ckptkit import TrainState
-from ckptkit.checkpoint.state.optimizer import united
+from ckptkit.checkpoint.state.optimizer.tree import united
 from ckptkit.errors import SaveError
 from tests.checkpoint.states import KINDS, bits, load_all, refusal, save
 from tests.ranks import on_ranks

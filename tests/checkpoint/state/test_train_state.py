@@ -12,7 +12,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.fsdp import StateDictType as TorchStateDictType
 
 from ckptkit import CheckpointManager, StateDictType, TrainState, open_checkpoint
-from ckptkit.checkpoint.state.train_state import capture
+from ckptkit.checkpoint.state.capture import capture
 from ckptkit.errors import SaveError, UsageError
 from tests.checkpoint import states
 

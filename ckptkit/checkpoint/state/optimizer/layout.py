@@ -23,6 +23,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ckptkit.checkpoint.state.local_part import ShardLayout, layout_of, parts_here
+from ckptkit.checkpoint.state.values import order_of
 from ckptkit.errors import CorruptCheckpointError
 from ckptkit.formats.dcp.host_bytes import local_part
 from ckptkit.formats.dcp.subclasses import is_state_in_parts
@@ -228,3 +229,20 @@ def _placement(text: Any) -> Any:
     if not number.isdecimal():
         raise CorruptCheckpointError(f"saved optimizer: {text!r} is not a placement; expected 'R' or 'S(dim)'.")
     return Shard(int(number))
+
+
+def memory_order(state: torch.Tensor, parameter: torch.Tensor) -> list[int] | None:
+    """Return the order of a state's dimensions in memory, slowest first.
+
+    Returns None if a load gives a new state this order anyway: the parameter's order if the shapes are equal, otherwise
+    row-major. Also returns None if the state is not a plain strided tensor.
+    """
+    import torch
+
+    strided = (
+        type(state) in (torch.Tensor, torch.nn.Parameter) and state.layout is torch.strided and not state.is_nested
+    )
+    if not strided or state.dim() < 2:
+        return None
+    order, usual = order_of(state), order_of(parameter) if state.shape == parameter.shape else None
+    return None if order == usual else order or list(range(state.dim()))
