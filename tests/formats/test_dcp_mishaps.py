@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from ckptkit import CheckpointManager, DCPLoadPlanner, DCPReader, DCPSavePlanner, DCPWriter, TrainState
 from ckptkit.errors import CheckpointNotFoundError, LeaseHeldError, NoSpaceError, SaveError
+from ckptkit.storage.local import LocalStore
 from ckptkit.storage.lock import HeldDirectory
 from tests.formats.dcp_states import assert_loads, failure, load, save, state
 from tests.ranks import context, on_ranks, run_ranks
@@ -103,6 +104,17 @@ def full(url: str, kind: type[DefaultSavePlanner]) -> list[Any]:
 @PLANNERS
 def test_a_full_disk_leaves_no_checkpoint_and_frees_the_space(tmp_path, kind):
     assert run_ranks(full, 2, str(tmp_path / "c"), kind) == [[NoSpaceError, [], None, [0.0, 1.0, 2.0]]] * 2
+
+
+@PLANNERS
+def test_metadata_is_written_after_the_manifest(tmp_path, monkeypatch, kind):
+    def full(store: Any, path: str, *_: Any, **__: Any) -> None:
+        raise NoSpaceError(28, f"{path}: no space left")
+
+    monkeypatch.setattr(LocalStore, "write", full)
+    error = failure(save, tmp_path, {"w": torch.ones(10)}, kind())
+    assert isinstance(error, NoSpaceError) and "manifest" in str(error)
+    assert not list(tmp_path.glob("*metadata"))
 
 
 @pytest.mark.parametrize("ours", [0, 1])

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from ckptkit import CheckpointManager, TrainState
+from ckptkit import CheckpointManager, DCPLoadPlanner, DCPReader, DCPSavePlanner, DCPWriter, TrainState
 from ckptkit.checkpoint.save.staging import StagingBuffers
 from ckptkit.formats.dcp import host_bytes
 from ckptkit.formats.dcp.host_bytes import HostBytes
-from ckptkit.storage import open_store
-from tests.formats.sharded import read_alone, write_alone
 from tests.gpu import states
 
 WAYS = [
@@ -159,8 +158,7 @@ def test_a_device_state_round_trips_through_a_disk(device, tmp_path):
         "host": torch.randn(1000),
     }
     made["large"].mul_(2)  # on a device it is still running
-    store = open_store(str(tmp_path))
-    write_alone(made, store, sync=True, workers=2)
+    dcp.save(made, storage_writer=DCPWriter(tmp_path, workers=2), planner=DCPSavePlanner(), no_dist=True)
     target = {name: torch.zeros_like(value) for name, value in made.items()}
-    read_alone(store, target)
+    dcp.load(target, storage_reader=DCPReader(tmp_path), planner=DCPLoadPlanner(), no_dist=True)
     assert all(torch.equal(target[name], made[name]) for name in made)

@@ -35,31 +35,6 @@ from tests.formats.damages import Damage, edited, without, written
 from tests.formats.readback import contents, contents_of_file, contents_of_state_dict
 from tests.hostile.sources import edit_metadata
 
-OPTIMIZERS = {
-    "dcp_appstate_w2/ckpt": "gain",
-    "dcp_torchtitan_like_w2/step-2": "gain",
-    "dcp_fsdp2_uneven_w4/ckpt": "gain",
-    "lightrft_naive_optim_w2/global_step6/optim_states": "gain",
-    "accelerate_fsdp2_sharded_llama_tied_w2/checkpoint/optimizer_0": "model.embed_tokens.weight",
-    "lightning_real_mp_w2/last.ckpt": "model.model.embed_tokens.weight",
-}
-
-
-@pytest.mark.parametrize("path", OPTIMIZERS)
-def test_optimizer_states_know_their_parameter_and_name(zoo, path):
-    catalog = open_catalog(LocalStore(zoo / path))
-    states = {e.state for e in catalog.tensors.values() if e.role is Role.OPTIMIZER and e.fqn == OPTIMIZERS[path]}
-    assert states == {"exp_avg", "exp_avg_sq", "step"}
-    weights = {e.fqn for e in catalog.by_role(Role.MODEL).values()}
-    moments = {e.fqn for e in catalog.tensors.values() if e.role is Role.OPTIMIZER}
-    assert not weights or moments <= weights
-
-
-def test_tensors_outside_of_model_and_optimizer_have_the_role_other(zoo):
-    catalog = open_catalog(LocalStore(zoo / "dcp_torchtitan_like_w2/step-2"))
-    other = {e.name for e in catalog.tensors.values() if e.role is Role.OTHER}
-    assert all(name.startswith(("dataloader.", "train_state.", "lr_scheduler.")) for name in other), other
-
 
 def test_a_digest_is_set_once_so_that_no_thread_finds_it_missing(zoo, monkeypatch):
     found: list[Any] = []

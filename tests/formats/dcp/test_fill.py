@@ -23,6 +23,7 @@ from ckptkit.formats.dcp import fill
 from ckptkit.formats.dcp.fill import Filler, Verify
 from ckptkit.formats.dcp.host_bytes import host_view
 from ckptkit.storage.local import LocalStore
+from tests.offline.folders import flip
 
 ROOT = tempfile.TemporaryDirectory(prefix="ckptkit-fill-")
 
@@ -98,15 +99,6 @@ def fill_all(filler: Filler, wanted: list[tuple[TensorEntry, Box, torch.Tensor]]
     assert all(torch.equal(target, value) for target, (_, _, value) in zip(targets, wanted, strict=True))
 
 
-def test_many_small_reads_from_several_files_are_exact(tmp_path):
-    values = {name: torch.randn(50, 7) for name in "abc"}
-    for name, value in values.items():
-        (tmp_path / name).write_bytes(value.numpy().tobytes())
-    fill_all(Filler(LocalStore(tmp_path)), [
-        (vector(n, n, row * 28, 7), Box((0,), (7,)), value[row]) for row in range(50) for n, value in values.items()
-    ])  # fmt: skip
-
-
 def test_reads_of_one_file_are_exact_whatever_the_gaps(tmp_path, monkeypatch):
     values = torch.randn(300_000)
     (tmp_path / "f").write_bytes(values.numpy().tobytes())
@@ -171,3 +163,23 @@ def test_a_part_of_a_tensor_with_many_slices_is_read_from_the_right_ones(tmp_pat
     parts = [TensorSlice(Box((2 * i,), (2,)), "f", 8 * i, 8) for i in range(100)]
     entry = TensorEntry("w", "float32", (200,), SliceArray.of(parts, 1))
     fill_all(Filler(LocalStore(tmp_path)), [(entry, Box((start,), (101,)), values[start : start + 101])])
+
+
+def test_long_runs_of_columns_are_read_without_the_gaps(tmp_path):
+    values = torch.arange(64.0 * 65536).reshape(64, 65536)
+    (tmp_path / "f").write_bytes(values.numpy().tobytes())
+    part = TensorSlice(Box.whole((64, 65536)), "f", 0, values.nbytes)
+    entry, wanted = TensorEntry("w", "float32", (64, 65536), SliceArray.of([part], 2)), values[:, 16384:32768]
+    filler = Filler(LocalStore(tmp_path))
+    fill_all(filler, [(entry, Box((0, 16384), (64, 16384)), wanted)])
+    assert filler.nbytes == wanted.numel() * 4
+
+
+def test_full_verification_finds_damage_outside_of_the_needed_bytes(tmp_path):
+    (tmp_path / "f").write_bytes(raw := torch.ones(1_000_000).numpy().tobytes())
+    entry = vector("w", "f", 0, 1_000_000, Digest("xxh3_64", xxhash.xxh3_64_intdigest(raw), 0, len(raw)))
+    flip(tmp_path / "f", 3_900_000)
+    for verify, fails in ((Verify.READ, False), (Verify.FULL, True)):
+        filler = Filler(LocalStore(tmp_path), verify=verify)
+        with pytest.raises(IntegrityError) if fails else contextlib.nullcontext():
+            fill_all(filler, [(entry, Box((0,), (10_000,)), torch.ones(10_000))])

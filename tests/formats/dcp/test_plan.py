@@ -1,19 +1,21 @@
-"""What a rank plans to write: names, and memory that matches its placement."""
+"""What a rank plans to write: names, keys that only some ranks have, and memory that matches its placement."""
 
 from __future__ import annotations
 
-from typing import Any
+import pickle
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from ckptkit import CheckpointManager, TrainState
 from ckptkit.errors import SaveError
 from ckptkit.formats.dcp.plan import plan_sharded
+from ckptkit.storage.local import LocalStore
+from tests.checkpoint.states import module_of
 from tests.ranks import on_ranks
-
-State = dict[str, Any]
 
 
 def test_ranks_agree_on_how_names_are_nested():
@@ -34,3 +36,40 @@ def test_memory_that_does_not_fit_its_placement_is_refused_when_planning():
         made._local_tensor = local
         with pytest.raises(SaveError, match=said):
             plan_sharded({"w": made})
+
+
+@on_ranks(2)
+def test_a_key_that_appears_on_one_rank_is_saved_by_the_next_save(tmp_path):
+    """Only rank 1 has changed, but no rank may hang."""
+    rank, own, new = dist.get_rank(), 2, {}
+    with CheckpointManager(tmp_path) as manager:
+        for step in range(4):
+            if rank == 1 and step:
+                own = 3
+                new = {f"new{n}": torch.full((4,), float(step)) for n in range(40 if step == 2 else 0)}
+            made = {"all": torch.arange(10.0) + step, f"own{rank}": torch.full((own,), float(step)), **new}
+            manager.save(step, TrainState(model=module_of(made)))
+            found = module_of({name: torch.zeros_like(value) for name, value in made.items()})
+            manager.load(TrainState(model=found), step)
+            assert all(torch.equal(found.state_dict()[name], value) for name, value in made.items())
+
+
+@on_ranks(4)
+def test_names_are_sent_by_only_one_rank(tmp_path):
+    def gathered(value):
+        found = [None] * 4
+        dist.all_gather_object(found, value)
+        return found
+
+    plan = plan_sharded(
+        {f"layers.{i}.weight": torch.zeros(4, 4) for i in range(500)}, rank=dist.get_rank(), world_size=4
+    )
+    part = plan.settle(gathered(plan.signature), gathered).write(LocalStore(tmp_path), sync=False)
+    first, *others = gathered(len(pickle.dumps(part)))
+    assert max(others) < first / 2
+
+
+@pytest.mark.parametrize("staged", [[], [torch.zeros(3)]])
+def test_staged_copies_of_other_tensors_are_refused(tmp_path, staged):
+    with pytest.raises(SaveError, match="staged"):
+        plan_sharded({"w": torch.ones(1000)}).write(LocalStore(tmp_path), tensors=staged)

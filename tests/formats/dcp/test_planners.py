@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import pickle
+import re
 import weakref
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -14,10 +16,10 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultLoadPlanner, _version
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from ckptkit import DCPLoadPlanner, DCPReader, DCPSavePlanner, DCPWriter
-from ckptkit.errors import CheckpointExistsError, CheckpointMismatchError
+from ckptkit.errors import CheckpointExistsError, CheckpointMismatchError, SaveError
 from tests.formats.dcp.test_torch_api import one
 from tests.formats.dcp_states import assert_loads, differences, failure, load, save, state
 from tests.formats.interop_cases import blank
@@ -31,6 +33,27 @@ def test_with_torchs_writer_and_reader_the_planners_behave_as_torchs(tmp_path):
     made = state("hsdp@4")
     save(dcp.FileSystemWriter(tmp_path, sync_files=False), made, DCPSavePlanner())
     assert_loads(dcp.FileSystemReader(tmp_path), made, DCPLoadPlanner())
+
+
+@pytest.mark.parametrize("kind", ["plain", "hsdp"])
+@on_ranks(4)
+def test_a_replica_is_written_once_and_evenly(tmp_path, kind):
+    full = torch.randn(4096, 1024, generator=torch.Generator().manual_seed(0))
+    made = {"w": full}
+    if kind == "hsdp":
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        made = {"w": distribute_tensor(full, mesh, (Replicate(), Shard(0)), src_data_rank=None)}
+    save(tmp_path, made, DCPSavePlanner())
+    written = [sum(path.stat().st_size for path in tmp_path.glob(f"__{rank}_*")) for rank in range(4)]
+    assert full.nbytes < sum(written) < 1.01 * full.nbytes
+    assert max(written) < 1.01 * min(written)
+
+
+@on_ranks(4)
+def test_small_replicas_are_spread_over_the_ranks(tmp_path):
+    save(tmp_path, {f"layers.{i}.norm": torch.full((64,), float(i)) for i in range(400)}, DCPSavePlanner())
+    counts = Counter(part.rank for entry in DCPReader(tmp_path).catalog.tensors.values() for part in entry.slices)
+    assert counts.total() == 400 and min(counts[rank] for rank in range(4)) > 60
 
 
 @on_ranks(3)
@@ -50,6 +73,7 @@ def test_changes_between_saves_are_saved(tmp_path):
     mesh = init_device_mesh("cpu", (2,))
     for i in range(7):
         made: dict[str, Any] = {"all": torch.arange(10.0) + i, f"own.{rank}": torch.full((2,), float(i)), "o": [i]}
+        made[f"rng.{rank}"] = [i, rank]
         made["d"] = distribute_tensor(torch.arange(64.0).reshape(8, 8), mesh, (Shard(int(i > 4)),), src_data_rank=None)
         if rank == 1 and i in (2, 3):
             made["new"] = torch.full((4,), float(i))
@@ -115,6 +139,16 @@ def test_meta_tensors_are_materialized(tmp_path):
     empty = torch.empty(64, 48, dtype=torch.bfloat16, device="meta")
     target["model"]["d0.s1"] = distribute_tensor(empty, mesh, (Shard(0),), src_data_rank=None)
     assert differences(load(tmp_path, target, DCPLoadPlanner()), made) == []
+
+
+@on_ranks(2)
+def test_tensors_without_a_consistent_whole_are_refused_by_name(tmp_path):
+    partial = DTensor.from_local(torch.ones(3), init_device_mesh("cpu", (2,)), (Partial(),))
+    different = torch.zeros(3 + dist.get_rank())
+    for i, (made, text) in enumerate(((partial, "partial sum"), (different, r"rank 1 has float32 of shape \[4\]"))):
+        error = failure(save, f"{tmp_path}/{i}", {"w": made}, DCPSavePlanner())
+        assert isinstance(error, SaveError) and re.match(f"w: .*{text}", str(error))
+        assert not (tmp_path / str(i) / ".metadata").exists()
 
 
 class Halved(DCPSavePlanner):

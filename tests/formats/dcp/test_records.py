@@ -37,19 +37,12 @@ def payload(dtype: str, shape: tuple[int, ...]) -> bytes:
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", [name for name in DTYPES if not name.startswith("float6")])  # torch has none
 def test_torch_loads_a_framed_tensor_with_weights_only(dtype, shape):
-    raw = payload(dtype, shape)
-    record = frame_tensor(dtype, shape).record(raw)
+    raw, frame = payload(dtype, shape), frame_tensor(dtype, shape)
+    record = frame.record(raw)
+    assert len(record) == frame.length and zipfile.ZipFile(io.BytesIO(record)).testzip() is None
     tensor = torch.load(io.BytesIO(record), weights_only=True)
     assert (tuple(tensor.shape), tensor.dtype) == (shape, getattr(torch, dtype))
     assert bytes(tensor.reshape(-1).view(torch.uint8).numpy()) == raw if raw else tensor.numel() == 0
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_a_record_is_a_valid_zip_of_the_predicted_length(shape):
-    frame = frame_tensor("float32", shape)
-    record = frame.record(payload("float32", shape))
-    assert len(record) == frame.length
-    assert zipfile.ZipFile(io.BytesIO(record)).testzip() is None
 
 
 @pytest.mark.parametrize("shape", [(40, 50, 2), (300, 300), (1 << 31, 4)])
@@ -62,13 +55,6 @@ def test_the_same_dtype_and_sizes_give_the_same_bytes():
     first = frame_tensor("bfloat16", (7, 9)).record(payload("bfloat16", (7, 9)))
     frame_tensor.cache_clear()
     assert frame_tensor("bfloat16", (7, 9)).record(payload("bfloat16", (7, 9))) == first
-
-
-def test_a_flipped_byte_fails_the_crc():
-    frame = frame_tensor("float32", (300, 300))
-    record = bytearray(frame.record(payload("float32", (300, 300))))
-    record[len(frame.prefix) + 1000] ^= 1
-    assert zipfile.ZipFile(io.BytesIO(record)).testzip() == "a/data/0"
 
 
 def test_the_overhead_of_a_small_tensor_is_about_a_quarter_of_torchs():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+import struct
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +12,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from ckptkit.errors import CheckpointExistsError, CheckpointMismatchError, IntegrityError, UnsafePickleError
 from ckptkit.formats.dcp.planners import DCPLoadPlanner, DCPSavePlanner
@@ -96,14 +100,47 @@ def test_metadata_equals_what_torch_would_write(tmp_path):
     assert ours.storage_data.keys() == theirs.storage_data.keys()
 
 
+NEEDLES: dict[str, bytes] = {
+    "w": torch.arange(50_000.0).numpy().tobytes(), "small": torch.arange(5).numpy().tobytes(),
+    "o.lr": struct.pack(">d", 0.5),  # as pickled
+}  # fmt: skip
+
+
 @BOTH
-@pytest.mark.parametrize("needle", [torch.arange(50_000.0), torch.arange(5)], ids=["large", "small"])
-def test_a_flipped_byte_is_found_on_load_and_named(tmp_path, needle, planned):
+@pytest.mark.parametrize("verify", ["read", "full"])
+@pytest.mark.parametrize("name", NEEDLES)
+def test_a_flipped_byte_is_found_on_load_and_named(tmp_path, name, verify, planned):
     made = one(tmp_path, planned)
-    file = next(tmp_path.glob("*.distcp"))
-    flip(file, file.read_bytes().index(needle.numpy().tobytes()) + 9, bit=2)
-    cause = failure(load, tmp_path, made, load_planner(planned))
-    assert isinstance(cause, IntegrityError) and file.name in str(cause)
+    (file,) = tmp_path.glob("*.distcp")
+    flip(file, file.read_bytes().index(NEEDLES[name]) + 6, bit=2)
+    cause = failure(load, DCPReader(tmp_path, verify=verify), made, load_planner(planned))
+    assert isinstance(cause, IntegrityError) and file.name in str(cause) and f"'{name}'" in str(cause)
+
+
+def test_damage_is_loaded_without_verification(tmp_path):
+    made = one(tmp_path)
+    (file,) = tmp_path.glob("*.distcp")
+    flip(file, file.read_bytes().index(NEEDLES["small"]))
+    assert load(DCPReader(tmp_path, verify="off"), {"small": made["small"]})["small"].tolist() == [1, 1, 2, 3, 4]
+
+
+@on_ranks(3)
+def test_a_row_reshard_reads_only_its_rows_from_the_disk(tmp_path):
+    wide, mesh = torch.arange(3.0 * 2**20).reshape(3 << 10, 1 << 10), init_device_mesh("cpu", (3,))
+    save(tmp_path, {"w": wide})
+    target = distribute_tensor(torch.zeros_like(wide), mesh, (Shard(0),))
+    reader = DCPReader(tmp_path)
+    assert reader.catalog is not None
+    before = bytes_read()
+    dcp.load({"w": target}, storage_reader=reader, no_dist=True)
+    found, local = bytes_read() - before, target.to_local()
+    assert torch.equal(local, wide.chunk(3)[dist.get_rank()])
+    assert local.nbytes <= found <= 1.05 * local.nbytes
+
+
+def bytes_read() -> int:
+    fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(fields["rchar"])
 
 
 def test_a_checkpoint_is_overwritten_only_on_request(tmp_path):
