@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,14 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import (
+    FullStateDictConfig,
+    ShardedStateDictConfig,
+    ShardingStrategy,
+    StateDictType,
+    fully_shard,
+)
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -85,24 +92,21 @@ def decay_groups(model: nn.Module) -> list[dict[str, Any]]:
     ]
 
 
-def _mesh(kind: str) -> Any:
-    world = dist.get_world_size()
-    if kind == "hsdp":
-        return init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("ddp", "fsdp"))
-    return init_device_mesh("cpu", (world,), mesh_dim_names=("fsdp",))
-
-
 def sharded(kind: str, *, tied: bool = False, dtype: torch.dtype = torch.float32) -> Net:
     """Return a model under FSDP2: 1-D, HSDP, or on top of tensor parallelism."""
-    model = net(tied=tied, dtype=dtype)
-    if kind == "tp":
-        mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))
+    model, world = net(tied=tied, dtype=dtype), dist.get_world_size()
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("fsdp",))
+    if kind == "hsdp":
+        mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("ddp", "fsdp"))
+    elif kind == "tp":
+        both = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "tp"))
+        mesh = both["dp"]
         for layer in model.layers:
-            parallelize_module(layer, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-        for layer in model.layers:
-            fully_shard(layer, mesh=mesh["dp"])
-        return fully_shard(model, mesh=mesh["dp"])
-    mesh = _mesh(kind)
+            parallelize_module(layer, both["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    return _wrapped(model, mesh)
+
+
+def _wrapped(model: Net, mesh: Any) -> Net:
     for layer in model.layers:
         fully_shard(layer, mesh=mesh)
     return fully_shard(model, mesh=mesh)
@@ -141,10 +145,7 @@ def write_lightrft(out: str, lr: float = 1e-3) -> dict[str, Any]:
     frozen."""
     model = net(tied=True, dtype=torch.bfloat16)
     model.layers[0].norm.weight.requires_grad = False
-    mesh = _mesh("1d")
-    for layer in model.layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    _wrapped(model, init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("fsdp",)))
     groups = decay_groups(model)
     masters = [[p.detach().float() for p in group["params"]] for group in groups]
     pairs = [
@@ -196,6 +197,15 @@ def write_dcp(out: str, layout: str) -> dict[str, Any]:
     return {"model": whole(state), "moments": moments(model, optimizer)}
 
 
+def _fsdp1(model: Net, **options: Any) -> Any:
+    """Wrap each layer and the model in FSDP1."""
+    warnings.simplefilter("ignore")
+    options["device_id"] = torch.device("cpu")
+    for index, layer in enumerate(model.layers):
+        model.layers[index] = FSDP(layer, **options)
+    return FSDP(model, **options)
+
+
 def _gathered_pieces(
     model: nn.Module, optimizer: torch.optim.Optimizer, shapes: dict[str, Any], shards: int
 ) -> dict[str, Any]:
@@ -216,21 +226,12 @@ def _gathered_pieces(
 def write_verl_fsdp1(out: str, use_orig_params: bool, replicas: int) -> dict[str, Any]:
     """Write verl under FSDP1: ShardedTensors (DTensors with several replicas), and an optimizer with each rank's part
     of flat parameters."""
-    import warnings
-
-    from torch.distributed.fsdp import FullStateDictConfig, ShardedStateDictConfig, ShardingStrategy, StateDictType
-    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-
-    warnings.simplefilter("ignore")
     rank, world = dist.get_rank(), dist.get_world_size()
-    options: dict[str, Any] = {"device_id": torch.device("cpu"), "use_orig_params": use_orig_params}
+    options: dict[str, Any] = {}
     if replicas > 1:
         options["device_mesh"] = init_device_mesh("cpu", (replicas, world // replicas), mesh_dim_names=("ddp", "fsdp"))
         options["sharding_strategy"] = ShardingStrategy.HYBRID_SHARD
-    model = net()
-    for index, layer in enumerate(model.layers):
-        model.layers[index] = FSDP(layer, **options)
-    wrapped = FSDP(model, **options)
+    wrapped = _fsdp1(net(), use_orig_params=use_orig_params, **options)
     optimizer = torch.optim.AdamW(wrapped.parameters(), foreach=False)
     train(wrapped, optimizer)
     with FSDP.state_dict_type(wrapped, StateDictType.FULL_STATE_DICT, FullStateDictConfig()):
@@ -246,48 +247,26 @@ def write_verl_fsdp1(out: str, use_orig_params: bool, replicas: int) -> dict[str
     return {"model": expected, "moments": {name: state["exp_avg"].clone() for name, state in full.items()}}
 
 
-def write_accelerate(out: str, kind: str) -> dict[str, Any]:
-    """Write FULL files, or rank files, of two models under the names of accelerate."""
-    result = {}
+def write_accelerate(out: str) -> list[dict[str, torch.Tensor]]:
+    """Write the rank files of two models under the names of accelerate; return the weights of both."""
+    found = []
     for index in range(2):
         model = sharded("1d", tied=index == 1)
         optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
         train(model, optimizer)
-        rank = dist.get_rank()
-        if kind == "full":
-            from torch.distributed.checkpoint.state_dict import StateDictOptions
-
-            options = StateDictOptions(full_state_dict=True)
-            state = get_model_state_dict(model, options=options)
-            optim = get_optimizer_state_dict(model, optimizer, options=options)
-            suffix = f"_{index}" if index else ""
-            if rank == 0:
-                torch.save(state, f"{out}/pytorch_model_fsdp{suffix}.bin")
-                torch.save(optim, f"{out}/optimizer{suffix}.bin")
-        else:
-            state = get_model_state_dict(model)
-            torch.save(state, f"{out}/pytorch_model_fsdp_{index}_rank{rank}.bin")
-            torch.save(get_optimizer_state_dict(model, optimizer), f"{out}/optimizer_{index}_rank{rank}.bin")
-        result[index] = {"model": whole(state), "moments": moments(model, optimizer)}
-    return result
+        state, rank = get_model_state_dict(model), dist.get_rank()
+        torch.save(state, f"{out}/pytorch_model_fsdp_{index}_rank{rank}.bin")
+        torch.save(get_optimizer_state_dict(model, optimizer), f"{out}/optimizer_{index}_rank{rank}.bin")
+        found.append(whole(state))
+    return found
 
 
 def write_fsdp1_local(out: str, use_orig_params: bool, with_optimizer: bool, frozen: bool = False) -> dict[str, Any]:
     """Write FSDP1 LOCAL_STATE_DICT as accelerate saves it, with the optimizer's DCP in the next directory."""
-    import warnings
-
-    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-    from torch.distributed.fsdp import StateDictType
-
-    warnings.simplefilter("ignore")
-    os.environ["FSDP_USE_ORIG"] = str(use_orig_params)
     model = net()
     model.layers[0].requires_grad_(not frozen)
     expected = whole(model.state_dict())
-    options = {"device_id": torch.device("cpu"), "use_orig_params": use_orig_params}
-    for index, layer in enumerate(model.layers):
-        model.layers[index] = FSDP(layer, **options)
-    wrapped = FSDP(model, **options)
+    wrapped = _fsdp1(model, use_orig_params=use_orig_params)
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.0, momentum=0.9)
     train(wrapped, optimizer)
     with FSDP.state_dict_type(wrapped, StateDictType.LOCAL_STATE_DICT):

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.numpy import save_file
 
 from ckptkit.catalog.entry import Role
 from ckptkit.errors import (
@@ -48,23 +47,85 @@ def test_a_step_is_read_from_a_name(name):
     assert (found and found.step) == STEPS[name]
 
 
-@pytest.mark.parametrize("nonce", ["4224e5ffbba6bee3", "ba61ffe000000000", "ba61234567890123", "0123456789012345"])
-def test_a_step_that_a_save_renamed_comes_after_the_one_in_its_place(nonce):
-    names = [f"step_00000001.aside-{nonce}", "step_00000001"]
-    assert [step.name for step in ordered(names)] == names[::-1]
-    assert parse_step(names[0]).step == 1  # type: ignore[union-attr]
+ORDERED = {  # newest first
+    "by number": ["global_step10", "global_step9", "global_step2"],
+    "by epoch": ["epoch_10", "epoch_2"],
+    "by the version that Lightning adds": [f"epoch=0-step=24{version}.ckpt" for version in ("-v10", "-v2", "-v1", "")],
+    "by number before the version": ["step=25.ckpt", "step=24-v1.ckpt"],
+    **{f"after the step in its place, with {nonce}": ["step_00000001", f"step_00000001.aside-{nonce}"]
+       for nonce in ("4224e5ffbba6bee3", "ba61ffe000000000", "ba61234567890123", "0123456789012345")},
+}  # fmt: skip
 
 
-def test_steps_are_ordered_by_number_and_then_by_epoch():
-    names = ["global_step9", "global_step10", "global_step2"]
-    assert [step.name for step in ordered(names)] == ["global_step10", "global_step9", "global_step2"]
-    assert ordered(["epoch_2", "epoch_10"])[0].name == "epoch_10"
+@pytest.mark.parametrize("names", ORDERED.values(), ids=ORDERED)
+def test_steps_are_ordered(names):
+    assert [step.name for step in ordered(names)] == names == [step.name for step in ordered(names[::-1])]
 
 
-def test_the_latest_of_lightnings_versions_of_a_step_comes_first():
-    names = [f"epoch=0-step=24{version}.ckpt" for version in ("-v10", "-v2", "-v1", "")]
-    assert [step.name for step in ordered(names[::-1])] == names
-    assert ordered(["step=24-v1.ckpt", "step=25.ckpt"])[0].name == "step=25.ckpt"
+# The step of a checkpoint: the files, and the step that they tell.
+TOLD: dict[str, tuple[dict[str, Any], int | None]] = {
+    "an epoch alone": ({"epoch_3/model.safetensors": HF}, None),
+    "an epoch and a step": ({"epoch_3_step_7/model.safetensors": HF}, 7),
+    "step 0": ({"step_0/model.safetensors": HF}, 0),
+    "a negative step": ({"a.pt": {**WEIGHTS, "step": -1}}, None),
+    "a number that the file calls its epoch": ({"checkpoint-3.pth.tar": {**WEIGHTS, "epoch": 3}}, None),
+    "a step in the name beside an epoch in the file": ({"ckpt_step_3.pt": {**WEIGHTS, "epoch": 3}}, 3),
+}
+
+
+@pytest.mark.parametrize("case", TOLD)
+def test_a_checkpoint_has_a_step_only_if_its_name_or_content_says_so(tmp_path, case):
+    files, step = TOLD[case]
+    assert open_source(str(lay(tmp_path, files))).catalog.info.step == step
+
+
+# What is in a directory, the files that are read, and a note.
+READ: dict[str, tuple[list[str] | dict[str, Any], list[str], str]] = {
+    "the only file": (["step_100.pt"], ["step_100.pt"], ""),
+    "the only file, of another ending": (["weights.th"], ["weights.th"], ""),
+    "the only file, of two endings": (["model_best.pth.tar"], ["model_best.pth.tar"], ""),
+    "a model beside its optimizer": (["model.pt", "optim.pt"], ["model.pt"], "not read: optim.pt."),
+    "nanochat": (["model_000010.pt", "optim_000010_rank0.pt", "optim_000010_rank1.pt"], ["model_000010.pt"],
+                 "not read: optim_000010_rank0.pt, optim_000010_rank1.pt."),
+    "skorch": (["params.pt", "criterion.pt", "train_optimizer.pt"], ["params.pt"],
+               "not read: criterion.pt, train_optimizer.pt."),
+    "torchtune with LoRA": (["epoch_1/model-00001-of-00001.bin", "epoch_1/adapter_model.pt"],
+                            ["model-00001-of-00001.bin"], "not read: adapter_model.pt."),
+    "colossalai": ({"step_3/modeling/model.safetensors": HF, "step_3/optimizer/pytorch_optim-00001.bin": b"PK"},
+                   ["model.safetensors"], "not read: optimizer/."),
+    "colossalai with a directory called model": (
+        {"step_3/model/model.safetensors": HF, "step_3/optimizer/pytorch_optim-00001.bin": b"PK"},
+        ["model/model.safetensors"], "not read: optimizer/."),
+    **{f"a checkpoint beside {kind} files of data": (
+        {**{f"{kind}_{number}.bin": b"tokens" for number in range(20)}, "ckpt.pt": WEIGHTS}, ["ckpt.pt"], "")
+       for kind in ("train", "shard")},
+    "a model beside an empty step": ({"model.safetensors": HF, "checkpoint-1/": None}, ["model.safetensors"], ""),
+    **{f"the latest step, of {ending} files": (
+        [f"epoch_{epoch}_checkpoint_{step}.{ending}" for epoch, step in ((0, 0), (0, 500), (1, 1000))],
+        [f"epoch_1_checkpoint_1000.{ending}"], "") for ending in ("pt", "ckpt")},
+    **{f"the latest step, of {ending} files, beside ranks of an older one": (
+        [f"{name}.{ending}" for name in ("step_100_rank_0", "step_100_rank_1", "step_200")], [f"step_200.{ending}"], "")
+       for ending in ("pt", "ckpt")},
+    "ranks of the same model": ([f"{name}.pt" for name in ("model1_shard_0", "model2_shard_0", "model2_shard_1")],
+                                ["model2_shard_0.pt", "model2_shard_1.pt"], ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", READ)
+def test_of_several_files_the_model_is_read_and_others_are_named(tmp_path, case):
+    there, read, note = READ[case]
+    source = open_source(str(lay(tmp_path, there if isinstance(there, dict) else dict.fromkeys(there, WEIGHTS))))
+    info = source.catalog.info
+    assert [path for path in info.files if path != "config.json"] == read
+    assert note in " ".join((source.note, *info.notes)) and source.catalog.by_role(Role.MODEL)
+
+
+@pytest.mark.parametrize("names", [["train.bin"], ["shard_0.bin", "shard_1.bin"]])
+def test_links_to_data_outside_the_directory_are_not_taken_for_checkpoints(names, tmp_path):
+    run = lay(tmp_path, {"data.bin": b"\x01" * 100, "run/ckpt.pt": WEIGHTS}) / "run"
+    for name in names:
+        (run / name).symlink_to(tmp_path / "data.bin")
+    assert open_source(str(run)).catalog.info.files.keys() == {"ckpt.pt"}
 
 
 # What is there, and which of it is opened with which notes.
@@ -156,8 +217,13 @@ def test_a_file_with_advice_or_without_weights_is_opened_by_its_own_name(tmp_pat
     assert open_source(str(tmp_path / "optimizer.pt")).catalog.tensors
 
 
-def test_a_directory_with_a_record_is_a_checkpoint_of_ckptkit(tmp_path):
-    assert identify(open_store(str(lay(tmp_path, {"checkpoint.json": "{}"})))) == "ckptkit"
+@pytest.mark.parametrize(("files", "kind"), [
+    ({"checkpoint.json": "{}"}, "ckptkit"),
+    ({"x": DCP, "x/metadata.json": '{"author": "me"}'}, "dcp"),  # unlike the metadata.json of Megatron
+])  # fmt: skip
+def test_a_format_is_detected_by_its_own_files(tmp_path, files, kind):
+    lay(tmp_path, files)
+    assert identify(open_store(str(tmp_path / "x" if "x" in files else tmp_path))) == kind
 
 
 def test_opening_one_file_opens_the_whole_checkpoint(zoo):
@@ -171,23 +237,6 @@ def test_a_link_that_the_user_names_is_followed_and_a_slash_at_the_end_changes_n
     (tmp_path / "link").symlink_to(tmp_path / "step-3")
     assert open_source(str(tmp_path / "link")).catalog.tensors
     assert open_source(f"{tmp_path}/step-3/").catalog.info.step == 3
-
-
-def test_rank_files_of_ckptkit_are_read_without_a_record(tmp_path):
-    from ckptkit.catalog.box import Box
-    from ckptkit.formats.own.local import LocalTensor, file_metadata, file_name
-
-    for rank in range(2):
-        part = LocalTensor("w", "model.w", "float32", (4, 2), Box((2 * rank, 0), (2, 2)), None)
-        metadata = file_metadata(rank, 2, [], [part])
-        save_file({"w": np.full((2, 2), rank, np.float32)}, tmp_path / file_name(rank), metadata=metadata)
-    assert open_source(str(tmp_path)).catalog.by_role(Role.MODEL)["w"].shape == (4, 2)
-
-
-@pytest.mark.parametrize("name", ["model_best.pth.tar", "weights.th", "step_100.pt"])
-def test_the_only_torch_file_of_a_directory_is_read_whatever_its_name(tmp_path, name):
-    lay(tmp_path, {name: WEIGHTS})
-    assert list(open_source(str(tmp_path)).catalog.by_role(Role.MODEL)) == ["w"]
 
 
 def test_data_in_many_bin_files_is_not_read(tmp_path, monkeypatch):
@@ -236,30 +285,6 @@ def test_file_names_of_accelerate_before_0_25_are_known(tmp_path, zoo):
         assert catalog.by_role(Role.OPTIMIZER) and "model.embed_tokens.weight" in weights
 
 
-@pytest.mark.parametrize(
-    "names",
-    [
-        ["model.pt", "optim.pt"],
-        ["model_000010.pt", "optim_000010_rank0.pt", "optim_000010_rank1.pt"],  # nanochat
-        ["params.pt", "criterion.pt", "train_optimizer.pt"],  # skorch
-    ],
-)
-def test_a_model_file_is_chosen_among_torch_files_and_the_others_are_named(names, tmp_path):
-    info = open_source(str(lay(tmp_path, dict.fromkeys(names, WEIGHTS)))).catalog.info
-    assert list(info.files) == names[:1] and info.notes == (f"not read: {', '.join(names[1:])}.",)
-
-
-@pytest.mark.parametrize(("name", "step"), [("epoch_3", None), ("epoch_3_step_7", 7), ("step_0", 0)])
-def test_the_step_of_a_directory_that_names_only_an_epoch_is_unknown(tmp_path, name, step):
-    assert open_source(str(lay(tmp_path, {f"{name}/model.safetensors": HF}))).catalog.info.step == step
-
-
-@pytest.mark.parametrize("kind", ["train", "shard"])
-def test_a_checkpoint_beside_many_bin_files_of_data_is_read(tmp_path, kind):
-    data = {f"{kind}_{number}.bin": b"tokens" for number in range(20)}
-    assert list(open_source(str(lay(tmp_path, {**data, "ckpt.pt": WEIGHTS}))).catalog.info.files) == ["ckpt.pt"]
-
-
 def test_steps_from_0_are_not_taken_for_ranks_if_a_step_has_two_models(tmp_path):
     """Most of the weights are frozen, so they are equal in all files."""
     values = [{"model": {"frozen": torch.ones(9), "head": torch.full((2,), float(step))}} for step in range(3)]
@@ -268,22 +293,13 @@ def test_steps_from_0_are_not_taken_for_ranks_if_a_step_has_two_models(tmp_path)
         open_source(str(lay(tmp_path, files)))
 
 
-@pytest.mark.parametrize("name", ["step_100_rank_{}.pt", "epoch_3_rank_{}.pt"])
+@pytest.mark.parametrize("name", ["step_100_rank_{}.pt", "step_100_rank_{}.ckpt", "epoch_3_rank_{}.pt"])
 def test_ranks_are_not_taken_for_steps_if_all_names_have_the_same_step(tmp_path, name):
     whole = {name.format(rank): WEIGHTS for rank in range(2)}
     assert open_source(str(lay(tmp_path, whole))).catalog.info.format == "rank-files"
     (tmp_path / name.format(1)).rename(tmp_path / name.format(2))
     with pytest.raises(IncompleteCheckpointError, match=re.escape(name.format(1))):
         open_source(str(tmp_path))
-
-
-def test_a_negative_number_is_no_step(tmp_path):
-    assert open_source(str(lay(tmp_path, {"a.pt": {**WEIGHTS, "step": -1}}))).catalog.info.step is None
-
-
-@pytest.mark.parametrize(("name", "step"), [("checkpoint-3.pth.tar", None), ("ckpt_step_3.pt", 3)])
-def test_a_number_that_the_file_calls_its_epoch_is_no_step(tmp_path, name, step):
-    assert open_source(str(lay(tmp_path, {name: {**WEIGHTS, "epoch": 3}}))).catalog.info.step == step
 
 
 @pytest.mark.parametrize("name", ["consolidated.{:02d}.pth", "model_rank_{}.pt"])
@@ -302,30 +318,18 @@ def test_a_replicated_model_with_a_different_buffer_per_rank_is_read_with_a_note
     assert catalog.info.notes == ("tensor 'running_mean' differs between rank 0 and rank 1; rank 0's is used.",)
 
 
-def test_numbered_bin_files_next_to_an_adapter_are_read(tmp_path):
-    """torchtune's checkpointers write these two files for a run with LoRA."""
-    files = {"epoch_1/model-00001-of-00001.bin": WEIGHTS, "epoch_1/adapter_model.pt": WEIGHTS}
-    info = open_source(str(lay(tmp_path, files))).catalog.info
-    assert list(info.files) == ["model-00001-of-00001.bin"] and info.notes == ("not read: adapter_model.pt.",)
-
-
-@pytest.mark.parametrize("name", ["model", "modeling"])
-def test_an_optimizer_directory_beside_the_only_model_is_named_as_not_read(tmp_path, name):
-    """colossalai's booster writes such directories."""
-    files = {f"step_3/{name}/model.safetensors": HF, "step_3/optimizer/pytorch_optim-00001.bin": b"PK"}
-    source = open_source(str(lay(tmp_path, files)))
-    assert "not read: optimizer/." in " ".join((source.note, *source.catalog.info.notes))
-
-
-def test_a_tensor_beside_the_model_in_rank_files_is_no_weight(tmp_path):
-    model, optimizer = torch.nn.Linear(3, 2), {"state": {}, "param_groups": [{"params": [0, 1], "lr": 0.5}]}
-    optimizer["state"] = {i: {"exp_avg": torch.ones_like(p)} for i, p in enumerate(model.parameters())}
-    saved = {"rng": torch.arange(9), "model": model.state_dict(), "optimizer": optimizer, "step": 7, "epoch": 1}
-    files = {f"rank{rank}.pt": {**saved, "rng": torch.arange(9) + rank} for rank in range(2)}
+@pytest.mark.parametrize(("model", "optimizer", "step"), [
+    ("model", "optimizer", "step"), ("policy", "optimizer_state", "iter")])  # fmt: skip
+def test_of_rank_files_with_the_whole_model_one_is_read_with_everything_in_it(tmp_path, model, optimizer, step):
+    live = torch.nn.Linear(3, 2)
+    state = {i: {"exp_avg": torch.ones_like(p)} for i, p in enumerate(live.parameters())}
+    saved = {model: live.state_dict(), "net": {}, step: 7, "epoch": 1,
+             optimizer: {"state": state, "param_groups": [{"params": [0, 1], "lr": 0.5}]}}  # fmt: skip
+    files = {f"rank{rank}.pt": {"rng": torch.arange(9) + rank, **saved} for rank in range(2)}
     catalog = open_source(str(lay(tmp_path, files))).catalog
-    assert list(catalog.by_role(Role.MODEL)) == ["weight", "bias"] and catalog.info.step == 7
+    assert (catalog.info.format, catalog.info.world_size, catalog.info.step) == ("rank-files", 2, 7)
+    assert list(catalog.by_role(Role.MODEL)) == ["weight", "bias"]
     assert len(catalog.by_role(Role.OPTIMIZER)) == 2 and catalog.objects["epoch"].value == 1
-    assert catalog.info.world_size == 2
     assert catalog.info.notes == (
         "each rank saved the whole model; rank0.pt was read.",
         "not read: other ranks' values of rng, which differ from rank 0's.",
@@ -347,24 +351,10 @@ def test_rank_files_with_different_optimizer_states_are_not_taken_for_copies(tmp
     assert catalog.info.step == 3 and catalog.info.notes == ("not read: rank of rank*.pt.",)
 
 
-@pytest.mark.parametrize("names", [["train.bin"], ["shard_0.bin", "shard_1.bin"]])
-def test_links_to_data_outside_the_directory_are_not_taken_for_checkpoints(names, tmp_path):
-    run = tmp_path / "run"
-    run.mkdir()
-    (tmp_path / "data.bin").write_bytes(b"\x01" * 100)
-    torch.save({"model": {"w": torch.ones(3)}}, run / "ckpt.pt")
-    for name in names:
-        (run / name).symlink_to(tmp_path / "data.bin")
-    assert open_source(str(run)).catalog.info.files.keys() == {"ckpt.pt"}
-
-
 @pytest.mark.parametrize("names", [["adapter_model.bin"], ["model_rank_0.bin", "model_rank_1.bin"]])
 def test_a_link_with_a_models_name_to_a_file_outside_the_directory_is_refused(names, tmp_path):
-    run = tmp_path / "run"
-    run.mkdir()
-    torch.save({"w": torch.ones(3)}, tmp_path / "weights")
-    torch.save({"w": torch.zeros(3)}, run / "old.pt")
+    run = lay(tmp_path, {"weights.pt": WEIGHTS, "run/old.pt": WEIGHTS}) / "run"
     for name in names:
-        (run / name).symlink_to(tmp_path / "weights")
+        (run / name).symlink_to(tmp_path / "weights.pt")
     with pytest.raises(CkptkitError, match=names[0]):
         open_source(str(run))

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import time
 
-import numpy as np
 import pytest
 import torch
 
 from ckptkit.catalog.box import Box
 from ckptkit.catalog.entry import Role
 from ckptkit.errors import CorruptCheckpointError, IncompleteCheckpointError, UnsupportedFormatError, UsageError
-from ckptkit.formats.detect import identify, open_source
+from ckptkit.formats.detect import open_source
 from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.pickles.tensors import ShardedTensorRecord, ShardRecord, Storage, StoredTensor
 from ckptkit.formats.trainers import fsdp1_local
@@ -80,11 +78,10 @@ def test_numbered_parameters_get_the_only_names_that_shapes_and_order_allow(para
     assert assign(params, groups, **options) == names
 
 
-def test_the_time_to_assign_names_is_linear():
+def test_names_are_assigned_in_linear_time():
+    """In quadratic time, this test takes longer than its timeout."""
     params = [Param(f"layer{i}", (2 + i % 3,)) for i in range(60_000)]
-    begin = time.monotonic()
     assert assign(params, [[param.shape for param in params]]) == [[param.fqn for param in params]]
-    assert time.monotonic() - begin < 5
 
 
 # --- layouts of flat parameters
@@ -198,11 +195,6 @@ def test_the_error_for_a_part_names_its_file_or_fault(tmp_path, zoo, refusal):
     assert_refused(zoo, refusal, tmp_path)
 
 
-def test_an_unrelated_metadata_json_does_not_make_a_dcp_a_megatron_checkpoint(tmp_path, zoo):
-    lay(tmp_path, {"x": zoo / "dcp_threads2_w2" / "ckpt", "x/metadata.json": '{"author": "me"}'})
-    assert identify(open_store(str(tmp_path / "x"))) == "dcp"
-
-
 @pytest.mark.parametrize(
     "name", ["weights_rank{}.pt", "model_world_size_2_rank_{}.pt", "pytorch_model_fsdp_rank{}.bin"]
 )
@@ -211,8 +203,3 @@ def test_plain_shards_without_a_position_are_refused(tmp_path, name):
     lay(tmp_path, {name.format(rank): value for rank, value in enumerate(values)})
     with pytest.raises(UnsupportedFormatError, match="the ranks have different plain tensors"):
         open_source(str(tmp_path))
-
-
-def test_a_model_next_to_an_empty_step_directory_is_opened(tmp_path):
-    lay(tmp_path, {"model.safetensors": {"w": np.zeros(2, np.float32)}, "checkpoint-1/": None})
-    assert open_source(str(tmp_path)).url == str(tmp_path)

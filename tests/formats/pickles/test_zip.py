@@ -10,55 +10,13 @@ import zipfile
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from ckptkit.errors import CorruptCheckpointError, UnsupportedFormatError
-from ckptkit.formats.pickles.tensors import DTensorRecord, ShardedTensorRecord, StoredTensor
 from ckptkit.formats.pickles.zip import read_archive
 from ckptkit.storage.local import LocalStore
 from tests.formats.damages import rezipped
-
-ARCHIVES = (
-    "verl_fsdp2_w2/global_step_4/actor/model_world_size_2_rank_1.pt",
-    "verl_old_torch23_dtensor_emulated_w2/global_step_4/actor/model_world_size_2_rank_1.pt",
-    "accelerate_fsdp2_nodcp_llama_untied_w2/checkpoint/pytorch_model_fsdp_0_rank1.bin",
-)
-
-
-@pytest.mark.parametrize("path", ARCHIVES)
-def test_dtensors_are_read_with_mesh_placements_and_rank(zoo, path):
-    value = read_archive(LocalStore(zoo), path)
-    record = value["model.embed_tokens.weight"]
-    assert isinstance(record, DTensorRecord)
-    assert record.shape == (128, 32)
-    assert record.local.shape == (64, 32)
-    assert [p.kind for p in record.placements] == ["shard"]
-    assert record.mesh.ranks.tolist() == [0, 1]
-    assert record.rank == 1
-
-
-def test_sharded_tensors_are_read_without_a_process_group(zoo):
-    path = "verl_fsdp1_nomesh_w2/global_step_4/actor/model_world_size_2_rank_1.pt"
-    record = read_archive(LocalStore(zoo), path)["model.embed_tokens.weight"]
-    assert isinstance(record, ShardedTensorRecord)
-    assert (record.rank, record.world_size) == (1, 2)
-    assert [b.offsets for b in record.boxes] == [(0, 0), (64, 0)]
-    assert record.shards[0].box.offsets == (64, 0)
-
-
-def test_a_tensor_is_the_byte_range_that_torch_reads(tmp_path):
-    base = torch.arange(60, dtype=torch.float32).reshape(3, 4, 5)
-    torch.save({"view": base[1:, :, 2], "t": base.transpose(0, 2)}, tmp_path / "x.pt")
-    value = read_archive(LocalStore(tmp_path), "x.pt")
-    raw = (tmp_path / "x.pt").read_bytes()
-    for name, expected in (("view", base[1:, :, 2]), ("t", base.transpose(0, 2))):
-        tensor: StoredTensor = value[name]
-        flat = np.frombuffer(raw[tensor.start : tensor.start + tensor.nbytes], np.float32)
-        found = np.lib.stride_tricks.as_strided(flat, tensor.shape, [4 * s for s in tensor.strides])
-        assert (found == expected.numpy()).all()
-    assert value["view"].storage is value["t"].storage
 
 
 @pytest.fixture
