@@ -43,34 +43,20 @@ def test_an_invalid_duration_is_wrong_usage(text):
         parse_duration(text)
 
 
-@pytest.mark.parametrize(("seconds", "text"), [
-    (0.0384, "38 ms"), (2.04, "2.0 s"), (75 * 60, "1 h 15 min"), (125, "2 min 5 s"), (90000, "1 d 1 h"),
-])  # fmt: skip
-def test_durations_are_printed_for_people(seconds, text):
-    assert format_duration(seconds) == text
+PRINTED = [
+    (format_duration, [0.0384], "38 ms"), (format_duration, [2.04], "2.0 s"), (format_duration, [125], "2 min 5 s"),
+    (format_duration, [75 * 60], "1 h 15 min"), (format_duration, [90000], "1 d 1 h"),
+    (format_size, [999], "999 B"), (format_size, [14_200_000_000], "14.2 GB"), (format_size, [999_999], "1.0 MB"),
+    (format_size, [10**16], "10.0 PB"),
+    (format_count, [999], "999"), (format_count, [7_241_732_096], "7.24B"), (format_count, [1_500], "1.50K"),
+    (counted, [1, "tensor"], "1 tensor"), (counted, [2, "tensor"], "2 tensors"),
+    (counted, [0, "tensor", "are"], "0 tensors are"), (counted, [1, "tensor", "are"], "1 tensor is"),
+    (counted, [1, "tensor", "have"], "1 tensor has"),
+    (first_few, [""], ""), (first_few, ["01"], "0, 1"), (first_few, ["01234"], "0, 1, 2, 3, 4"),
+    (first_few, ["0123456"], "0, 1, 2, 3, 4 and 2 more"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("nbytes", "text"), [(999, "999 B"), (14_200_000_000, "14.2 GB"), (999_999, "1.0 MB"), (10**16, "10.0 PB")]
-)
-def test_sizes_are_printed_in_powers_of_ten(nbytes, text):
-    assert format_size(nbytes) == text
-
-
-def test_counts_are_printed_with_a_letter():
-    assert [format_count(n) for n in (999, 7_241_732_096, 1_500)] == ["999", "7.24B", "1.50K"]
-
-
-@pytest.mark.parametrize(("count", "verb", "text"), [
-    (1, "", "1 tensor"), (2, "", "2 tensors"), (0, "are", "0 tensors are"), (1, "are", "1 tensor is"),
-    (1, "have", "1 tensor has"),
-])  # fmt: skip
-def test_a_number_agrees_with_its_noun_and_verb(count, verb, text):
-    assert counted(count, "tensor", verb) == text
-
-
-@pytest.mark.parametrize(
-    ("count", "text"), [(0, ""), (2, "t0, t1"), (5, "t0, t1, t2, t3, t4"), (7, "t0, t1, t2, t3, t4 and 2 more")]
-)
-def test_long_lists_of_names_show_the_first_five(count, text):
-    assert first_few([f"t{i}" for i in range(count)]) == text
+@pytest.mark.parametrize(("function", "given", "text"), PRINTED)
+def test_values_are_printed_for_people(function, given, text):
+    assert function(*given) == text

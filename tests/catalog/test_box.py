@@ -39,13 +39,6 @@ def test_a_box_is_contiguous_exactly_when_its_elements_follow_one_another(case):
     assert box.is_contiguous_in(shape) == bool((np.diff(flat) == 1).all())
 
 
-@given(with_box)
-def test_flat_start_is_the_row_major_index_of_the_first_element(case):
-    shape, box = case
-    if box.numel:
-        assert box.flat_start(shape) == numbered(shape)[index(box)].ravel()[0]
-
-
 @given(with_box, st.integers(1, 40))
 @example(((3, 4, 5), Box((0, 1, 1), (3, 2, 4))), 3)
 def test_tiles_of_bounded_size_cover_a_box_in_row_major_order_once(case, max_numel):

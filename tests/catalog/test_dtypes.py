@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ckptkit.catalog.dtypes import DTYPES, dtype, export_dtype, from_safetensors
-from ckptkit.errors import UnsupportedFormatError, UsageError
+from ckptkit.catalog.dtypes import DTYPES, dtype, from_safetensors
+from ckptkit.errors import UnsupportedFormatError
 
 
 @pytest.mark.parametrize("name", sorted(DTYPES))
@@ -19,14 +19,6 @@ def test_sizes_and_kinds_agree_with_torch(name):
     assert real.itemsize == DTYPES[name].itemsize
     assert real.is_complex == (DTYPES[name].kind == "complex")
     assert real.is_floating_point == (DTYPES[name].kind in ("float", "float8"))
-
-
-@pytest.mark.parametrize("name", ["int64", "bool", "float8_e4m3fn", "complex64"])
-def test_an_export_casts_only_plain_floats_and_only_to_floats(name):
-    assert export_dtype(name, "bf16") == name
-    assert (export_dtype("float32", "bf16"), export_dtype("float32", "keep")) == ("bfloat16", "float32")
-    with pytest.raises(UsageError):
-        export_dtype("float32", "int8")
 
 
 def test_dtype_names_are_accepted_with_prefix_and_as_aliases():

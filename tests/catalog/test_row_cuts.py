@@ -54,13 +54,6 @@ def test_only_consecutive_rows_are_row_cuts(kind):
         assert row_cuts([tensor, *others]).cut[0] == (kind in CUT)
 
 
-def test_row_cuts_hold_offsets_and_sizes_of_the_first_dimension():
-    found = row_cuts([ROWS, CUT["a scalar"], CUT["the whole"]])
-    assert found.bounds.tolist() == [0, 2, 3, 4]
-    assert found.offsets.tolist() == [0, 2, 0, 0]
-    assert found.sizes.tolist() == [2, 3, 1, 4]
-
-
 def test_tensors_without_row_cuts_are_checked_in_full():
     check_coverage([ROWS, NOT_CUT["columns"], NOT_CUT["replicas"], NOT_CUT["another order"]])
     with pytest.raises(IncompleteCheckpointError, match="'gap'"):

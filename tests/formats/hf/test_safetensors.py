@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import struct
-import time
 from pathlib import Path
 
 import numpy as np
@@ -15,10 +14,9 @@ from safetensors.numpy import save_file
 from safetensors.torch import load_file as load_torch
 from safetensors.torch import save_file as save_torch
 
-from ckptkit import convert, verify
+from ckptkit import convert
 from ckptkit.catalog.entry import Role
 from ckptkit.errors import (
-    CheckpointNotFoundError,
     CorruptCheckpointError,
     IncompleteCheckpointError,
     UnsafePathError,
@@ -85,13 +83,11 @@ BAD = {
 
 
 @pytest.mark.parametrize("fault", BAD)
-def test_a_malformed_header_is_refused_quickly_and_by_name(tmp_path, fault):
+def test_a_malformed_header_is_refused_by_name(tmp_path, fault):
     header, data, length, error = BAD[fault]
     _write(tmp_path / "x.safetensors", header, data, length=length)
-    begin = time.monotonic()
     with pytest.raises(error, match=r"x\.safetensors"):
         _read(tmp_path)
-    assert time.monotonic() - begin < 5
 
 
 ODD = {
@@ -113,12 +109,6 @@ def test_an_unusual_valid_header_is_read(tmp_path, oddity):
 def test_a_file_without_a_header_is_refused(tmp_path, size):
     (tmp_path / "x.safetensors").write_bytes(b"\0" * size)
     with pytest.raises(IncompleteCheckpointError, match=r"x\.safetensors"):
-        _read(tmp_path)
-
-
-def test_an_error_names_an_unknown_dtype(tmp_path):
-    _write(tmp_path / "x.safetensors", {"w": {"dtype": "F7_E2M4", "shape": [4], "data_offsets": [0, 3]}}, b"000")
-    with pytest.raises(UnsupportedFormatError, match=r"'w'.*F7_E2M4"):
         _read(tmp_path)
 
 
@@ -161,17 +151,13 @@ def _open(folder: Path):
     return safetensors.open_catalog(open_store(str(folder)))
 
 
-def test_all_files_of_an_index_are_read(sharded):
-    catalog = _open(sharded)
-    assert set(catalog.by_role(Role.MODEL)) == {"a", "b"}
-    assert catalog.tensors["b"].slices[0].path == "model-00002-of-00002.safetensors"
-
-
-def test_numbered_shards_without_an_index_are_read_and_noted(sharded):
-    (sharded / INDEX).unlink()
-    catalog = _open(sharded)
-    assert set(catalog.tensors) == {"a", "b"}
-    assert "no index" in catalog.info.notes[0]
+def test_all_shards_are_read_with_and_without_an_index(sharded):
+    for notes in ((), ("no index",)):
+        catalog = _open(sharded)
+        assert set(catalog.by_role(Role.MODEL)) == {"a", "b"}
+        assert catalog.tensors["b"].slices[0].path == SHARDS["b"]
+        assert len(catalog.info.notes) == len(notes) and all(map(str.__contains__, catalog.info.notes, notes))
+        (sharded / INDEX).unlink(missing_ok=True)
 
 
 FAULTS = [
@@ -200,23 +186,12 @@ def test_unrelated_files_are_not_joined(tmp_path):
         _open(lay(tmp_path, {"one.safetensors": {"a": ONES}, "two.safetensors": {"b": ONES}}))
 
 
-def test_a_directory_without_tensors_raises_checkpoint_not_found(tmp_path):
-    with pytest.raises(CheckpointNotFoundError):
-        _open(tmp_path)
-
-
 def test_side_files_and_code_are_listed_separately(zoo):
     info = _open(zoo / "hf_ref_llama_untied").info
     assert {"config.json", "generation_config.json", "tokenizer.json", "chat_template.jinja"} <= set(info.side_files)
     assert info.extra["code_files"] == ["modeling_custom.py"]
     assert info.extra["config"]["tie_word_embeddings"] is False
     assert not {"README.md", "model.safetensors", "modeling_custom.py"} & set(info.side_files)
-
-
-def test_the_config_of_an_adapter_is_read(zoo):
-    catalog = _open(zoo / "peft_lora_dcp_full_w2" / "EXPECTED_adapter")
-    assert catalog.info.extra["adapter_config"]["r"] == 4
-    assert all("lora_" in name for name in catalog.by_role(Role.MODEL))
 
 
 # --- shards of torch's DCP
@@ -311,8 +286,8 @@ def _small(path: Path) -> bytes:
     return bytes(range(at))
 
 
-def test_dtypes_below_a_byte_have_shapes_in_bytes(tmp_path):
-    _small(tmp_path / "src")
+def test_dtypes_below_a_byte_have_shapes_in_bytes_and_are_copied_with_their_own(tmp_path):
+    data = _small(tmp_path / "src")
     found = _open(tmp_path / "src").tensors
     assert {name: (entry.dtype, entry.shape) for name, entry in found.items()} == {
         "F4": ("float4_e2m1fn_x2", (2, 8)),  # the shape that torch shows
@@ -320,19 +295,13 @@ def test_dtypes_below_a_byte_have_shapes_in_bytes(tmp_path):
         "F6_E3M2": ("float6_e3m2fn_bytes", (1, 3)),
         "F8_E8M0": ("float8_e8m0fnu", (3, 5)),
     }
-
-
-def test_dtypes_below_a_byte_are_copied_with_dtype_and_shape(tmp_path):
-    pytest.importorskip("safetensors", minversion="0.7")  # supports these dtypes
-    data = _small(tmp_path / "src")
     convert(str(tmp_path / "src"), str(tmp_path / "out"), verify=True)
-    with safe_open(tmp_path / "out" / "model.safetensors", "np") as file:
-        found = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-        assert {name: (item.get_dtype(), tuple(item.get_shape())) for name, item in found.items()} == {
-            name: (name, shape) for name, shape in SMALL.items()
-        }
-    assert (tmp_path / "out" / "model.safetensors").read_bytes().endswith(data)
-    verify(str(tmp_path / "out"))
+    copy = (tmp_path / "out" / "model.safetensors").read_bytes()
+    header = json.loads(copy[8 : len(copy) - len(data)])
+    assert copy.endswith(data)
+    assert {name: (header[name]["dtype"], tuple(header[name]["shape"])) for name in SMALL} == {
+        name: (name, shape) for name, shape in SMALL.items()
+    }
 
 
 def test_dtypes_below_a_byte_are_not_cast(tmp_path):

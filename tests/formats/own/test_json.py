@@ -16,10 +16,6 @@ def test_ambiguous_json_is_refused(text):
         parse(text, file="f")
 
 
-def test_ordinary_json_is_read():
-    assert parse(b'{"a": [1, 2.5, null, "x"]}', file="f") == {"a": [1, 2.5, None, "x"]}
-
-
 @pytest.mark.parametrize("unit", ["[],", "{},", "0,"])
 def test_megabytes_of_empty_values_are_refused_before_they_are_parsed(unit):
     with pytest.raises(CorruptCheckpointError, match="It was not parsed"):

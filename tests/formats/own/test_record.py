@@ -60,10 +60,6 @@ def test_a_metric_that_is_not_a_number_survives():
     assert math.isnan(again.metrics["loss"]) and again.metrics["low"] == -math.inf
 
 
-def test_the_record_is_plain_json_that_states_its_format():
-    assert body_of(FULL)["format"] == "ckptkit/1" and body_of(FULL)["created"] == "2023-11-14T22:13:20.250000Z"
-
-
 @pytest.mark.parametrize("name", sorted(body_of(FULL)))
 def test_an_error_names_a_missing_field(name):
     body = body_of(FULL)

@@ -17,11 +17,10 @@ import torch
 from torch.torch_version import TorchVersion
 
 from ckptkit.catalog.entry import ObjectEntry
-from ckptkit.errors import CorruptCheckpointError, UnsafePickleError, UnsupportedFormatError
-from ckptkit.formats.pickles.objects import Inert, TensorValue, load_object_torch, read_object
+from ckptkit.errors import CorruptCheckpointError, UnsupportedFormatError
+from ckptkit.formats.pickles.objects import Inert, TensorValue, read_object
 from ckptkit.formats.pickles.zip import read_archive
 from ckptkit.storage.local import LocalStore
-from tests.hostile.sources import Evil
 
 
 def entry_of(folder: Path, value: object, *, protocol: int = 2) -> tuple[LocalStore, ObjectEntry]:
@@ -100,16 +99,6 @@ def test_a_too_large_object_is_not_reported_as_damaged(tmp_path):
     store, entry = entry_of(tmp_path, 1)
     with pytest.raises(UnsupportedFormatError, match="at most 4 GiB are read"):
         read_object(store, replace(entry, nbytes=5 << 30))
-
-
-def test_loading_objects_runs_no_code_by_default(tmp_path):
-    store, entry = entry_of(tmp_path, Evil(tmp_path / "PWNED"))
-    with pytest.raises(UnsafePickleError, match="none of it was run"):
-        load_object_torch(store, entry)
-    with pytest.raises(UnsafePickleError):
-        read_object(store, entry)
-    read_object(store, entry, allow_pickle=True)
-    assert not (tmp_path / "PWNED").exists()
 
 
 def test_a_plain_pickle_is_read_too(tmp_path):

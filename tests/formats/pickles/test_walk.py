@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ckptkit.errors import CorruptCheckpointError, UnsafePickleError
-from ckptkit.formats.pickles.inert import Record, UnknownGlobal
+from ckptkit.formats.pickles.inert import Record
 from ckptkit.formats.pickles.walk import load_prefix, loads
 
 P = b"\x80\x04"
@@ -59,42 +59,30 @@ CALLS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("how", CALLS)
-def test_no_opcode_calls_a_global_that_is_not_allowed(how):
+def test_an_opcode_calls_only_globals_that_are_allowed(how):
     for module in ("posix", "os"):
         with pytest.raises(UnsafePickleError, match=rf"file\.pt: its pickle asks for '{module}\.mkdir'"):
             loads(CALLS[how]((module, "mkdir"), ARGS), file="file.pt")
+    loads(CALLS[how](("pathlib", "PurePosixPath"), ARGS), file="f")
 
 
-@pytest.mark.parametrize("how", CALLS)
-def test_the_same_opcode_with_an_allowed_class_is_accepted(how):
-    assert loads(CALLS[how](("pathlib", "PurePosixPath"), ARGS), file="f") is not NotImplemented
-
-
-# With the known escapes from the catalogues of Fickling and picklescan.
+# Of the catalogues of Fickling and picklescan: builtins, each kind of module, and neighbours of allowed names.
 GLOBALS = (
-    "builtins.eval", "builtins.exec", "builtins.compile", "builtins.__import__", "builtins.open", "builtins.print",
-    "builtins.globals", "builtins.vars", "builtins.setattr", "builtins.type", "builtins.super", "builtins.map",
-    "builtins.breakpoint", "__builtin__.eval", "__builtin__.execfile", "__builtin__.apply", "nt.system",
-    "os.system", "os.popen", "posix.system", "subprocess.Popen", "subprocess.check_output", "pty.spawn",
-    "importlib.import_module", "runpy._run_code", "runpy.run_path", "code.interact", "pdb.run", "timeit.timeit",
-    "operator.attrgetter", "operator.methodcaller", "functools.partial", "functools.reduce", "types.CodeType",
-    "types.FunctionType", "marshal.loads", "pickle.loads", "_pickle.loads", "shelve.open", "webbrowser.open",
-    "socket.socket", "ctypes.CDLL", "asyncio.run", "pip._internal.main", "cProfile.run", "bdb.Bdb.run",
-    "pip._internal.cli.main.main", "pathlib.Path.mkdir",
+    "builtins.eval", "builtins.__import__", "builtins.open", "builtins.setattr", "builtins.type", "builtins.super",
+    "builtins.map", "__builtin__.eval", "__builtin__.apply", "nt.system", "os.system", "posix.system", "os.mkdir",
+    "subprocess.Popen", "importlib.import_module", "runpy._run_code", "timeit.timeit", "operator.attrgetter",
+    "functools.partial", "types.CodeType", "types.FunctionType", "marshal.loads", "pickle.loads", "_pickle.loads",
+    "socket.socket", "ctypes.CDLL", "pip._internal.cli.main.main", "bdb.Bdb.run", "shutil.rmtree",
+    "logging.config.listen", "lib2to3.pgen2.grammar.Grammar",
     "torch.load", "torch.save", "torch.jit.load", "torch.hub.load", "torch.storage._load_from_bytes",
     "torch.utils._config_module.load_config", "torch._utils._import_dotted_name", "torch.serialization.load",
     "torch.distributed.checkpoint.format_utils.dcp_to_torch_save", "torch.nn.modules.linear.Linear",
     "torch.distributed._shard.sharded_tensor.api.os", "torch.distributed.device_mesh.init_device_mesh",
-    "torch.distributed.tensor.os.system", "numpy.load", "numpy.f2py.crackfortran.getlincoef",
-    "numpy.testing._private.utils.runstring", "numpy.core.multiarray.fromfile", "pathlib.Path.touch",
-    "collections.OrderedDict.fromkeys", "collections.namedtuple", "_codecs.decode", "codecs.open",
-    "copyreg.add_extension", "copyreg.__newobj__", "datetime.datetime.now", "megatron.core.utils.run",
-    "deepspeed.runtime.config.Config",
-    "subprocess.getoutput", "code.InteractiveInterpreter", "torch.utils.cpp_extension.load_inline",
-    "torch.distributed.run.main", "pip.main", "shutil.rmtree", "os.mkdir", "torch._dynamo.guards.GuardBuilder.get",
-    "torch.fx.experimental.symbolic_shapes.ShapeEnv", "idlelib.run.Executive.runcode",
-    "torch._inductor.codecache.compile_file", "ensurepip._run_pip", "doctest.debug_script", "logging.config.listen",
-    "asyncio.unix_events._UnixSubprocessTransport", "trace.Trace.run", "profile.run", "lib2to3.pgen2.grammar.Grammar",
+    "torch.distributed.tensor.os.system", "torch.distributed.run.main", "torch._inductor.codecache.compile_file",
+    "torch.fx.experimental.symbolic_shapes.ShapeEnv", "numpy.load", "numpy.f2py.crackfortran.getlincoef",
+    "numpy.core.multiarray.fromfile", "pathlib.Path.touch", "collections.OrderedDict.fromkeys",
+    "collections.namedtuple", "_codecs.decode", "copyreg.add_extension", "copyreg.__newobj__",
+    "datetime.datetime.now", "megatron.core.utils.run", "deepspeed.runtime.config.Config",
     "оs.system", "os .system", "OS.system", ".system", "os.",
 )  # fmt: skip
 
@@ -185,13 +173,6 @@ def test_only_allowed_globals_are_called(callee):
             loads(P + callee + call, file="f")
 
 
-def test_unknown_globals_become_records_only_on_request():
-    data = P + stack_global("posix", "mkdir") + ARGS + b"R."
-    found = loads(data, file="f", unknown="record")
-    assert isinstance(found, UnknownGlobal)
-    assert (found.kind, found.args) == ("posix.mkdir", ("PWNED",))
-
-
 # --- malformed and exhausting pickles: (hostile, harmless variant)
 
 DEEP = b"N" + b"\x85" * 200_000
@@ -273,7 +254,6 @@ PAIRS: dict[str, tuple[bytes, bytes]] = {
 
 
 @pytest.mark.parametrize("what", PAIRS)
-@pytest.mark.timeout(10)
 def test_pickles_that_no_pickler_writes_are_refused(what):
     hostile, benign = PAIRS[what]
     with pytest.raises((CorruptCheckpointError, UnsafePickleError), match="f: "):

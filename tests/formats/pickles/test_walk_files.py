@@ -6,11 +6,9 @@ import gc
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from ckptkit.errors import CkptkitError, CorruptCheckpointError
-from ckptkit.formats.dcp.metadata import MetadataPickle, RecordColumns
 from ckptkit.formats.pickles import zip as archives
 from ckptkit.formats.pickles.walk import loads
 from ckptkit.storage.local import LocalStore
@@ -39,23 +37,6 @@ def test_classes_under_old_module_names_are_read(zoo):
     moved = b"\x80\x04" + moved[11:]  # without the frame, whose length no longer fits
     assert moved != data
     assert shown(loads(moved, file="m")) == shown(loads(data, file="m"))
-
-
-def test_our_metadata_is_read_like_the_c_unpickler_does():
-    offsets, sizes = np.array([[0, 0], [300, 0]]), np.array([[300, 7], [100, 7]])
-    columns = RecordColumns(
-        "model.w", "bfloat16", (400, 7), offsets, sizes, np.zeros(2, np.int32), np.array([0, 5000]), np.array([5000, 9])
-    )
-    objects = {"step": ("__0_0.distcp", 6000, 4)}
-    data = b"".join(MetadataPickle([columns], ["__0_0.distcp"], objects, {"step": ("step",)}).chunks())
-    assert shown(loads(data, file="m")) == shown(loads_in_c(data, file="m"))
-
-
-def test_a_damaged_pickle_is_an_error_that_names_the_file(zoo):
-    data = bytearray((zoo / "dcp_dtensor_2d/ckpt/.metadata").read_bytes())
-    data[data.index(b"R\x94")] = ord("a")
-    with pytest.raises(CorruptCheckpointError, match="m: its pickle is damaged"):
-        loads(bytes(data), file="m")
 
 
 def test_garbage_collection_is_on_again_after_an_error():

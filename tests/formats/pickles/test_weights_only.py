@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import enum
 import re
 import zipfile
 from collections import deque
@@ -104,10 +103,6 @@ def test_a_container_that_holds_itself_round_trips():
     assert found[1][0] is found and len(found) == 2
 
 
-def test_an_array_that_was_read_is_writable():
-    parse_object(saved((np.zeros(2),)), file="f")[0][0] = 1
-
-
 @pytest.mark.parametrize(
     "data",
     [b"", b"PK", b"PK\x03\x04" + bytes(200), b"\x80\x02.", b"\x80\x02K\x01.", b"\t" * 72, b"PK\x05\x06" + bytes(18)],
@@ -115,10 +110,6 @@ def test_an_array_that_was_read_is_writable():
 def test_bytes_that_torch_did_not_write_raise_a_ckptkit_error(data):
     with pytest.raises(CkptkitError, match="f"):
         parse_object(data, file="f")
-
-
-class Unsaveable:
-    pass
 
 
 class TooLarge:
@@ -131,27 +122,18 @@ def test_a_save_that_runs_out_of_memory_does_not_blame_the_type():
         dump_object(TooLarge(), name="x", advice="or else")
 
 
-def test_values_that_need_code_to_load_are_not_saved():
-    with pytest.raises(SaveError, match=r"type builtins\.dict.*or else"):
-        dump_object({"a": Unsaveable()}, name="x", advice="or else")
-    assert parse_object(dump_object({"a": 1}, name="x", advice=""), file="f") == {"a": 1}
-
-
-class Inner(enum.Enum):
-    ONE = 1
-
-
 class Outer:
     def __init__(self) -> None:
-        self.inner = Inner.ONE
+        self.inner = interop.Colour.RED
 
 
-def test_a_refused_value_names_all_classes_in_it_that_are_not_allowed():
-    with pytest.raises(SaveError, match=rf"type {__name__}\.Outer .*It contains {__name__}\.Inner, {__name__}\.Outer"):
-        dump_object(Outer(), name="x", advice="")
-    with torch.serialization.safe_globals([Outer]), pytest.raises(SaveError, match=rf"It contains {__name__}\.Inner\."):
-        dump_object(Outer(), name="x", advice="")
-    with torch.serialization.safe_globals([Outer, Inner]):
+def test_a_value_that_needs_code_to_load_is_not_saved_and_all_classes_in_it_that_are_not_allowed_are_named():
+    outer, inner = rf"{__name__}\.Outer", r"tests\.formats\.interop_cases\.Colour"
+    with pytest.raises(SaveError, match=rf"type {outer} .*It contains ({outer}, {inner}|{inner}, {outer}).*or else"):
+        dump_object(Outer(), name="x", advice="or else")
+    with torch.serialization.safe_globals([Outer]), pytest.raises(SaveError, match=rf"It contains {inner}\."):
+        dump_object({"a": Outer()}, name="x", advice="")
+    with torch.serialization.safe_globals([Outer, interop.Colour]):
         dump_object(Outer(), name="x", advice="")
 
 
