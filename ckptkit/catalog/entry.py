@@ -431,6 +431,7 @@ class CatalogInfo:
         mesh: Device mesh, if recorded.
         files: Every file of the checkpoint, with its size in bytes (-1 if unknown).
         side_files: Files to include in an export (config.json, tokenizer...), relative to the store.
+        model_files: The same for each of several models or adapters. Maps "<name>/config.json" to a path.
         notes: Notes for the user, for example "2 optimizer files were skipped: ...".
         extra: Anything else that the format records, as JSON values.
     """
@@ -442,6 +443,7 @@ class CatalogInfo:
     mesh: MeshInfo | None = None
     files: Mapping[str, int] = field(default_factory=dict)
     side_files: tuple[str, ...] = ()
+    model_files: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     extra: Mapping[str, Any] = field(default_factory=dict)
 

@@ -185,7 +185,9 @@ def _with_base(
         base = open_pinned(base_url, storage_options=storage_options, together=together)
     except CheckpointNotFoundError:
         return source, options, base_url  # --base is a Hub repo or a directory without weights
-    config = options.adapter_config or beside_source(source.store, source.catalog).adapter_config or {}
+    config = (
+        options.adapter_config or beside_source(source.store, source.catalog, options.strip_prefix).adapter_config or {}
+    )
     if changed := changes_base(config):
         raise UnsupportedFormatError(
             f"the adapter config has {changed}: PEFT changed the base weights before training, and {base.url} may "
@@ -291,7 +293,7 @@ def choose(
         if source.joined:  # the source includes the base model's weights
             weights, adapter = source.joined
             known = beside_source(weights.store, weights.catalog)
-            own = beside_source(adapter.store, adapter.catalog)
+            own = beside_source(adapter.store, adapter.catalog, options.strip_prefix)
         if not os.path.isfile(base):
             found = open_base(base, storage_options=storage_options)
             known = found.over(known) if known is not None else found
@@ -303,7 +305,7 @@ def choose(
     tensors, dropped, notes = export_tensors(source.catalog, options=options, config=config)
     side: BaseModel | None = None
     if to == "dcp" or options.vocabulary is not None:
-        own = beside_source(source.store, source.catalog)
+        own = beside_source(source.store, source.catalog, options.strip_prefix)
         side = known.over(own) if known is not None else own
     if options.vocabulary is not None and side is not None:
         from ckptkit.offline.vocabulary import resize

@@ -126,7 +126,7 @@ def _info(
         "safetensors",
         producer=next((header.metadata["format"] for header in headers.values() if "format" in header.metadata), ""),
         files={path: header.nbytes for path, header in headers.items()},
-        side_files=(*side.carried, *(("adapter_config.json",) if "adapter_config" in extra else ())),
+        side_files=side.carried,
         notes=(*notes, *side.notes),
         extra=extra,
     )

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 _CARRIED = (
     "config.json",
     "generation_config.json",
+    "adapter_config.json",
     "tokenizer*",
     "special_tokens_map.json",
     "added_tokens.json",

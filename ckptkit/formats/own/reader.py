@@ -297,9 +297,11 @@ def _info(info: CatalogInfo, record: CommitRecord, prefix: str) -> CatalogInfo:
     version = record.versions.get("ckptkit", "")
     digests = {prefix + path: item.digest for path, item in record.files.items()}
     carried = tuple(prefix + path for path in record.files if is_side_file(path))
+    inside = [path for path in record.files if not is_side_file(path) and is_side_file(path.rpartition("/")[2])]
     return replace(
         info,
         side_files=carried,
+        model_files={path: prefix + path for path in inside},
         format=f"ckptkit-{record.state_dict_type}",
         producer=f"ckptkit {version}".strip(),
         step=record.step,

@@ -75,9 +75,10 @@ class BaseModel:
         )
 
     def contents(self) -> dict[str, bytes]:
-        """Return the contents of the small files by name, including config.json."""
-        config = {} if self.config is None else {"config.json": f"{json.dumps(dict(self.config), indent=2)}\n".encode()}
-        return {**self.files, **config}
+        """Return the contents of the small files by name, including config.json and adapter_config.json."""
+        configs = {"config.json": self.config, "adapter_config.json": self.adapter_config}
+        written = {n: f"{json.dumps(dict(c), indent=2)}\n".encode() for n, c in configs.items() if c is not None}
+        return {**self.files, **written}
 
 
 def open_base(base: str, *, storage_options: Mapping[str, Any] | None = None) -> BaseModel:
@@ -98,19 +99,38 @@ def open_base(base: str, *, storage_options: Mapping[str, Any] | None = None) ->
     return _read_directory(open_store(base, storage_options=storage_options), base)
 
 
-def beside_source(store: Store, catalog: Catalog) -> BaseModel:
-    """Return the checkpoint's own side files: config.json, tokenizer files and the like.
+def side_file_names(store: Store, catalog: Catalog) -> dict[str, str]:
+    """Return the paths of the checkpoint's own side files (config.json, tokenizer...), each with its name in a copy.
 
     The checkpoint's reader lists these files (for verl, the files in `huggingface/`). In a plain DCP directory, the
-    files are next to `.metadata`.
+    files are next to `.metadata`. The files of one of several models have the names "<model>/config.json" etc.
+    """
+    info = catalog.info
+    paths = info.side_files
+    if not paths and info.format == "dcp":
+        paths = find_side_files(store).carried
+    return {path: _export_name(path) for path in paths} | {path: name for name, path in info.model_files.items()}
+
+
+def beside_source(store: Store, catalog: Catalog, prefix: str | None = None) -> BaseModel:
+    """Return the contents of the checkpoint's own side files.
+
+    Args:
+        prefix: The prefix of the names of the chosen tensors. If it is the name of one of several models, files of this
+            model take precedence. Files of other models are left out.
     """
     notes: list[str] = []
     contents: dict[str, bytes] = {}
-    paths = catalog.info.side_files
-    if not paths and catalog.info.format == "dcp":
-        paths = find_side_files(store).carried
-    for path, data in read_side_files(store, paths, notes).items():
-        contents.setdefault(_export_name(path), data)
+    model = f"{(prefix or '').partition('.')[0]}/"
+    others = catalog.info.model_files.values()
+    names = {
+        path: name.removeprefix(model)
+        for path, name in side_file_names(store, catalog).items()
+        if path not in others or name.startswith(model)
+    }
+    first = sorted(names, key=lambda path: path not in others)
+    for path, data in read_side_files(store, first, notes).items():
+        contents.setdefault(names[path], data)
     config = _json_object(contents.pop("config.json", None), "config.json")
     adapter = next(
         (_json_object(contents.pop(n), n) for n in ("adapter_config.json", "peft_config.json") if n in contents), None

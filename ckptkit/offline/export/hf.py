@@ -122,8 +122,8 @@ def plan_export(
         UnsupportedFormatError: safetensors does not support the dtype of a tensor, or an adapter has an unknown type.
         UsageError: Options contradict the checkpoint.
     """
-    own = own or beside_source(store, catalog)
     options = options or ExportOptions()
+    own = own or beside_source(store, catalog, options.strip_prefix)
     in_parts = options.dtype == "keep" and not options.quantize and not options.merge_adapter
     draft = _draft(catalog, base.over(own) if base is not None else own, options, in_parts=in_parts)
     draft.notes += (*draft.options.notes, *draft.base.notes)

@@ -23,7 +23,7 @@ from ckptkit.formats.own.manifest import MESHES, PLACEMENTS
 from ckptkit.formats.own.reader import OBJECTS_NAME
 from ckptkit.formats.own.record import RECORD_NAME
 from ckptkit.offline.copying.plan import OutputFile, OutputTensor, Placement, Plan
-from ckptkit.offline.export.base import beside_source, read_side_files
+from ckptkit.offline.export.base import beside_source, read_side_files, side_file_names
 from ckptkit.offline.export.files import in_disk_order
 from ckptkit.offline.resharding.mesh import Cut, Cuts, RankBoxes, TargetMesh, TPPlan
 from ckptkit.offline.resharding.own_state import OwnState, OwnTensor, own_state
@@ -135,10 +135,12 @@ def plan_reshard(
     aliases = catalog.info.extra.get("aliases")
     if aliases and type != "sharded" and catalog.info.format.startswith("ckptkit-"):
         extra["aliases"] = aliases
-    carried = read_side_files(store, catalog.info.side_files, own.notes)
-    side = {path.rpartition("/")[2]: data for path, data in carried.items()}
+    names = side_file_names(store, catalog)
+    side = {names[path]: data for path, data in read_side_files(store, names, own.notes).items()}
+    base = beside_source(store, catalog)
+    if base.adapter_config and "adapter_config.json" not in side and any(".lora_" in name for name in catalog.tensors):
+        side["adapter_config.json"] = base.contents()["adapter_config.json"]
     if vocabulary is not None:
-        base = beside_source(store, catalog)
         config = resize_state(own, base.config, vocabulary, store=store, catalog=catalog, files=base.files)
         if config is not base.config and "config.json" in side:
             side["config.json"] = replace(base, config=config).contents()["config.json"]

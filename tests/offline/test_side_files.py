@@ -1,0 +1,70 @@
+"""Configs and other small files beside the weights survive every command, also with several models or adapters."""
+
+from __future__ import annotations
+
+import json
+
+import peft
+import pytest
+import torch.distributed.checkpoint as dcp
+import transformers
+
+from ckptkit import CheckpointManager, TrainState
+from ckptkit.offline.convert import convert
+from ckptkit.offline.reshard import reshard
+
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`", "ignore:torch.distributed is disabled")
+
+
+def model(*, layers=1, rank=0):
+    config = transformers.LlamaConfig(
+        hidden_size=8, intermediate_size=8, num_hidden_layers=layers, num_attention_heads=1, vocab_size=8
+    )
+    made = transformers.LlamaForCausalLM(config)
+    return peft.get_peft_model(made, peft.LoraConfig(r=rank, task_type="CAUSAL_LM")) if rank else made
+
+
+def saved(url, models, state_dict_type="sharded"):
+    with CheckpointManager(url, state_dict_type=state_dict_type) as manager:
+        manager.save(1, TrainState(model=models, rng=False))
+    return f"{url}/latest"
+
+
+@pytest.mark.parametrize("state_dict_type", ["sharded", "full"])
+@pytest.mark.parametrize("resharded", [False, True])
+@pytest.mark.parametrize("where", ["disk", "memory"])  # an object store has the data of a step in a folder
+def test_an_export_of_one_of_several_models_has_this_model_s_config(tmp_path, state_dict_type, resharded, where):
+    root = str(tmp_path / "run") if where == "disk" else f"memory://{tmp_path.name}"
+    source = saved(root, {"actor": model(layers=1), "critic": model(layers=2)}, state_dict_type)
+    if resharded:
+        source = reshard(source, str(tmp_path / "resharded"), world_size=2).dst
+    for name, layers in {"actor": 1, "critic": 2}.items():
+        out = tmp_path / name
+        convert(source, str(out), strip_prefix=name)
+        assert json.loads((out / "config.json").read_text())["num_hidden_layers"] == layers
+        assert (out / "generation_config.json").exists()
+        assert transformers.AutoModelForCausalLM.from_pretrained(out).config.num_hidden_layers == layers
+    convert(source, str(tmp_path / "all"), include=["*"])
+    assert not (tmp_path / "all" / "config.json").exists()
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_a_reshard_keeps_the_adapter_s_config(tmp_path, several):
+    models = {"actor": model(rank=2), "critic": model(rank=4)} if several else model(rank=2)
+    source = saved(str(tmp_path / "run"), models)
+    reshard(source, str(tmp_path / "resharded"), world_size=2)
+    convert(str(tmp_path / "resharded"), str(tmp_path / "out"), strip_prefix="actor" if several else None)
+    assert peft.LoraConfig.from_pretrained(tmp_path / "out").r == 2
+
+
+def test_files_beside_plain_dcp_are_kept(tmp_path):
+    adapter = model(rank=2)
+    dcp.save({"model": adapter.state_dict()}, checkpoint_id=tmp_path / "dcp")
+    adapter.base_model.model.config.save_pretrained(tmp_path / "dcp")
+    adapter.peft_config["default"].save_pretrained(tmp_path / "dcp")
+    reshard(str(tmp_path / "dcp"), str(tmp_path / "resharded"), world_size=2)
+    convert(str(tmp_path / "resharded"), str(tmp_path / "again"), to="dcp")
+    for folder in ("resharded", "again"):
+        for name, key in {"config.json": "num_hidden_layers", "adapter_config.json": "r"}.items():
+            before, after = (json.loads((tmp_path / at / name).read_text())[key] for at in ("dcp", folder))
+            assert before == after, (folder, name)
