@@ -21,7 +21,7 @@ from ckptkit.gc_pause import collector_paused
 from ckptkit.offline.conversion import ConvertReport, How, conclude
 from ckptkit.offline.copying.copier import Progress
 from ckptkit.offline.copying.plan import OutputFile, Plan
-from ckptkit.offline.export.base import BaseModel, beside_source, export_config, open_base
+from ckptkit.offline.export.base import beside_source, export_config, open_base
 from ckptkit.offline.export.checksums import write_checksums
 from ckptkit.offline.export.files import check_headers, hf_files, torch_file
 from ckptkit.offline.export.hf import HFExport, export_tensors, has_quantized, plan_export
@@ -238,7 +238,7 @@ def write(src: str, source: Source, export: HFExport, options: ExportOptions, ou
     laid, sealing = _lay_out(source, export, place, output)
     files, placements, last = laid
     plan = Plan(
-        source.catalog, (*files, *export.files), tuple(placements), last, export.leftovers, export.missing,
+        source.catalog, tuple(files), tuple(placements), last, export.leftovers, export.missing,
         export.notes,
     )  # fmt: skip
     report = ConvertReport(
@@ -303,11 +303,9 @@ def choose(
         raise UsageError(f"--merge-adapter is for Hugging Face exports; --to {to} keeps adapters unchanged.")
     config = known.config if known is not None else None
     tensors, dropped, notes = export_tensors(source.catalog, options=options, config=config)
-    side: BaseModel | None = None
-    if to == "dcp" or options.vocabulary is not None:
-        own = beside_source(source.store, source.catalog, options.strip_prefix)
-        side = known.over(own) if known is not None else own
-    if options.vocabulary is not None and side is not None:
+    own = beside_source(source.store, source.catalog, options.strip_prefix)
+    side = known.over(own) if known is not None else own
+    if options.vocabulary is not None:
         from ckptkit.offline.vocabulary import resize
 
         tensors, config, said = resize(
@@ -320,12 +318,11 @@ def choose(
         for name, entry in source.catalog.tensors.items()
         if name not in used
     ]
-    files: tuple[OutputFile, ...] = ()
-    if to == "dcp" and side is not None and side.config is not None:
+    if side.config is not None:
         corrected, said = export_config(side.config, dtype=None, untied=False, quantized=has_quantized(tensors))
         side, notes = replace(side, config=corrected), (*notes, *said)
-    if to == "dcp" and side is not None:  # so that a later conversion to hf restores the model's side files
-        files = tuple(OutputFile.of_bytes(name, data) for name, data in side.contents().items())
+    # A later conversion to hf restores the model's side files.
+    files = tuple(OutputFile.of_bytes(name, data) for name, data in side.contents().items())
     return HFExport(tuple(tensors.values()), files, "model", config, "", tuple(leftovers), notes=notes)
 
 
@@ -349,17 +346,21 @@ def _lay_out(source: Source, export: HFExport, place: OutputPlace, output: Outpu
         from ckptkit.offline.resharding.plan import plan_local
 
         mesh = TargetMesh.parse(None, world_size=world_size or 1)
-        plan, sealing = plan_local(catalog, tensors, mesh, identity_of(source, output.dst, output.how.here))
+        identity = identity_of(source, output.dst, output.how.here)
+        plan, sealing = plan_local(catalog, tensors, mesh, identity, export.files)
         return (list(plan.files), list(plan.placements), plan.last), sealing
     if to == "torch":
-        return torch_file(catalog, tensors, path=place.file_name), None
-    if to == "dcp":
+        files, placements, last = torch_file(catalog, tensors, path=place.file_name)
+    elif to == "dcp":
         from ckptkit.offline.resharding.rank_files import dcp_files
 
-        return dcp_files(catalog, tensors, world_size=world_size or 1), None
-    adapter = export.kind == "adapter"
-    size = output.max_shard_size
-    return hf_files(catalog, tensors, max_shard_size=size, metadata=export.metadata, adapter=adapter), None
+        files, placements, last = dcp_files(catalog, tensors, world_size=world_size or 1)
+    else:
+        adapter, size = export.kind == "adapter", output.max_shard_size
+        files, placements, last = hf_files(
+            catalog, tensors, max_shard_size=size, metadata=export.metadata, adapter=adapter
+        )
+    return ([*files, *(() if place.is_file else export.files)], placements, last), None
 
 
 def _notes(source: Source, export: HFExport, plan: Plan) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ import transformers
 from ckptkit import CheckpointManager, TrainState
 from ckptkit.offline.convert import convert
 from ckptkit.offline.reshard import reshard
+from ckptkit.offline.verify import verify
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`", "ignore:torch.distributed is disabled")
 
@@ -57,14 +58,25 @@ def test_a_reshard_keeps_the_adapter_s_config(tmp_path, several):
     assert peft.LoraConfig.from_pretrained(tmp_path / "out").r == 2
 
 
-def test_files_beside_plain_dcp_are_kept(tmp_path):
+@pytest.mark.parametrize("to", ["dcp", "torch", "local", "resharded"])
+def test_files_beside_plain_dcp_are_kept(tmp_path, to):
     adapter = model(rank=2)
     dcp.save({"model": adapter.state_dict()}, checkpoint_id=tmp_path / "dcp")
     adapter.base_model.model.config.save_pretrained(tmp_path / "dcp")
     adapter.peft_config["default"].save_pretrained(tmp_path / "dcp")
-    reshard(str(tmp_path / "dcp"), str(tmp_path / "resharded"), world_size=2)
-    convert(str(tmp_path / "resharded"), str(tmp_path / "again"), to="dcp")
-    for folder in ("resharded", "again"):
-        for name, key in {"config.json": "num_hidden_layers", "adapter_config.json": "r"}.items():
-            before, after = (json.loads((tmp_path / at / name).read_text())[key] for at in ("dcp", folder))
-            assert before == after, (folder, name)
+    if to == "resharded":
+        reshard(str(tmp_path / "dcp"), str(tmp_path / "out"), world_size=2)
+    else:
+        convert(str(tmp_path / "dcp"), str(tmp_path / "out"), to=to)
+    for name, key in {"config.json": "num_hidden_layers", "adapter_config.json": "r"}.items():
+        before, after = (json.loads((tmp_path / at / name).read_text())[key] for at in ("dcp", "out"))
+        assert before == after, name
+    assert verify(str(tmp_path / "out")).ok
+    convert(str(tmp_path / "out"), str(tmp_path / "exported"))
+    assert peft.LoraConfig.from_pretrained(tmp_path / "exported").r == 2
+
+
+def test_a_single_torch_file_has_no_files_beside_it(tmp_path):
+    model().save_pretrained(tmp_path / "hf")
+    convert(str(tmp_path / "hf"), str(tmp_path / "out" / "model.bin"), to="torch")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["model.bin"]

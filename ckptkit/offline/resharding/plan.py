@@ -149,11 +149,14 @@ def plan_reshard(
     return _planned(catalog, own, mesh, chosen, type, identity, extra, files)
 
 
-def plan_local(catalog: Catalog, tensors: Sequence[OutputTensor], mesh: TargetMesh, identity: Identity) -> Planned:
+def plan_local(
+    catalog: Catalog, tensors: Sequence[OutputTensor], mesh: TargetMesh, identity: Identity, side: Sequence[OutputFile]
+) -> Planned:
     """Return the plan of a LOCAL checkpoint for FSDP2 ranks, and the fields of its manifest and commit record (`Seal`).
 
-    The checkpoint contains only a model. A tensor that is copied unchanged keeps its sharding (an unsharded one stays
-    unsharded). Any other tensor is sharded along dimension 0 if it contains floats, and unsharded otherwise.
+    The checkpoint contains only a model, and the files `side`. A tensor that is copied unchanged keeps its sharding (an
+    unsharded one stays unsharded). Any other tensor is sharded along dimension 0 if it contains floats, and unsharded
+    otherwise.
     """
     known, own = Cuts(catalog, mesh), OwnState(trees={"step": identity.step})
     chosen = []
@@ -165,7 +168,7 @@ def plan_local(catalog: Catalog, tensors: Sequence[OutputTensor], mesh: TargetMe
         chosen.append(known.of(entry) if unchanged else Cut(fsdp=0 if sharded else None))
         named = replace(tensor, name=f"model.{tensor.name}")
         own.tensors.append(OwnTensor(named, entry, Role.MODEL, tensor.name, "", ("model", tensor.name)))
-    return _planned(catalog, own, mesh, chosen, "local", identity)
+    return _planned(catalog, own, mesh, chosen, "local", identity, side=side)
 
 
 def _planned(
