@@ -507,7 +507,7 @@ class FSDPStrategy:
         else:
             scaler = self.grad_scaler(optimizer)
             scale = "" if scaler is None else f" The loss scale is {scaler.scale:g} now."
-            logger.warning("%s: the gradient norm is %s; this step was skipped.%s", name, self.last_grad_norm, scale)
+            logger.warning("%s: the gradient norm is %g; this step was skipped.%s", name, self.last_grad_norm, scale)
         return stepped
 
     @checked("optimizer")
@@ -563,7 +563,8 @@ class FSDPStrategy:
             scheduler: Any object with a `state_dict` method.
             step: The step. None uses the number at the end of `tag`. If `tag` has no such number, None uses the number
                 of steps taken so far.
-            metrics: Metrics to record with the checkpoint. Rotation can keep the best checkpoints by a metric.
+            metrics: Metrics to record with the checkpoint. `ckptkit ls` shows them, and `best:METRIC:min` names the
+                best checkpoint. To keep the best checkpoint, pass a RetentionPolicy to a CheckpointManager instead.
 
         Raises:
             SaveError: A rank failed, or the model has no values. Nothing was published or deleted.

@@ -33,7 +33,7 @@ from ckptkit.fsdp import DynamicGradScaler, FSDPConfig, FSDPStrategy, MasterWeig
 from ckptkit.fsdp.accumulation import accumulation_steps
 from ckptkit.fsdp.strategy import ModelOptimPair
 from tests.fsdp import models
-from tests.ranks import on_ranks, run_ranks, run_script
+from tests.ranks import logged, on_ranks, run_ranks, run_script
 
 SGD = functools.partial(torch.optim.SGD, lr=0.5)
 ALONE = """
@@ -763,6 +763,15 @@ def test_a_nan_gradient_is_an_error_on_request(precision):
     gradient[0, 0] = value  # the gradients were kept: the step can still be taken
     assert strategy.optimizer_step(optimizer, model)
     assert strategy.global_step == 1
+
+
+@on_ranks(2)
+def test_the_warning_of_a_skipped_step_gives_the_norm_as_a_number():
+    strategy, model, optimizer = models.prepared({"mixed_precision": "bf16"})
+    strategy.backward(models.loss_of(model, models.batch(0)) * math.inf, model, optimizer)
+    with logged() as lines:
+        assert not strategy.optimizer_step(optimizer, model)
+    assert lines == ["model: the gradient norm is nan; this step was skipped."]
 
 
 @on_ranks(2)
