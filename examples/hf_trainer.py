@@ -46,7 +46,8 @@ def main() -> int:
         kept = sorted(path.name for path in (work / "run").glob("step_*"))
         model = AutoModelForCausalLM.from_pretrained(work / "export")
     step = resumed.loaded.step if resumed.loaded is not None else None
-    print(f"resumed at step {step}; kept {kept}; exported {type(model).__name__}")
+    print(f"resumed at step {step}; exported {type(model).__name__}")
+    print(f"kept {kept}: the newest two, and the one that was resumed from")
     return 0 if step == 4 else 1
 
 

@@ -1,4 +1,4 @@
-"""Lightning over FSDP2: train, stop, resume bit-exactly, keep the best two.
+"""Lightning over FSDP2: train, stop, resume, keep the best two checkpoints.
 
     python examples/lightning_fsdp2.py        # starts two ranks on the CPU; needs: pip install -e '.[lightning]'
 
@@ -38,7 +38,7 @@ def train(work: Path, *, until: int, resume: str | None) -> float:
             return loss
 
         def configure_optimizers(self) -> Any:
-            return torch.optim.AdamW(self.parameters(), lr=1e-2)
+            return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
     same = torch.sin(torch.arange(8.0)).repeat(64, 1)  # equal batches, so a resume needs no loader state
     save = ManagedCheckpoint(dirpath=work / "run", every_n_train_steps=4, monitor="train_loss", save_top_k=2)
@@ -67,7 +67,8 @@ def main() -> int:
         subprocess.run([*launch, folder, "16", str(first)], check=True)
         losses = [json.loads((work / f"{step}.json").read_text()) for step in (8, 16)]
         kept = sorted(path.name for path in (work / "run").glob("*.ckpt"))
-    print(f"loss {losses[0]:.4f} at step 8, {losses[1]:.4f} at step 16, resumed in fresh processes; kept {kept}")
+    print(f"loss {losses[0]:.4f} at step 8, {losses[1]:.4f} at step 16, resumed in fresh processes")
+    print(f"kept {kept}: the best two, and the one that was resumed from")
     return 0 if losses[1] < losses[0] else 1
 
 

@@ -1,6 +1,7 @@
-"""A run on S3: save, rotate, resume.
+"""A run on S3: save, rotate, load.
 
-Starts a local server (moto, from the extra `test`) unless AWS_ENDPOINT_URL names a server.
+Starts a local server (moto, from the extra `test`) unless AWS_ENDPOINT_URL names a server. With your own server, set
+RUN_URL to the URL of the run, in a bucket that exists. A second start then continues the run.
 
 python examples/s3_run.py      # needs: pip install -e '.[s3]', and '.[test]' for the server
 """
@@ -52,8 +53,7 @@ def main() -> None:
     url = os.environ.get("RUN_URL", "s3://example/run")
     with server(), CheckpointManager(url, retention=RetentionPolicy(max_num=2)) as manager:
         manager.load(state)
-        first = (manager.latest() or 0) + 1
-        for step in range(first, first + 4):
+        for step in range(state.step + 1, state.step + 5):
             model(torch.randn(8, 256)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()

@@ -157,8 +157,8 @@ def story(work: Path) -> int:
     same = {what: resumed[what] == straight[what] for what in ("weights", "moments", "losses")}
     say(f"resumed in fresh processes to step {STEPS}: {verdicts(same)}")
     say(f"kept {', '.join(steps_of(run))}: the newest 2, and the one that was resumed from")
-    command("convert", run, work / "export", "--to", "hf", "--verify")
-    command("reshard", run / f"step_{STEPS:08d}", work / "three" / f"step_{STEPS:08d}", "--world-size", "3")
+    command(work, "convert", run, work / "export", "--to", "hf", "--verify")
+    command(work, "reshard", run / f"step_{STEPS:08d}", work / "three" / f"step_{STEPS:08d}", "--world-size", "3")
     more = launch("more", work, ranks=3)
     same["logits"] = more["logits_equal"]
     say(f"from_pretrained(export) loads, with its tokenizer: {verdicts({'logits': same['logits']})}")
@@ -204,12 +204,12 @@ def launch(name: str, work: Path, *, ranks: int) -> dict[str, Any]:
     return json.loads((work / f"{name}.json").read_text())
 
 
-def command(*arguments: str | Path) -> None:
-    """Run `ckptkit` as in a shell. Print the command, and the line of its output that says what was proved."""
+def command(work: Path, *arguments: str | Path) -> None:
+    """Run `ckptkit` as in a shell. Print the command, with paths relative to `work`, and the line with the proof."""
     done = subprocess.run(
         [sys.executable, "-m", "ckptkit", *map(str, arguments)], capture_output=True, text=True, check=False
     )
-    shown = " ".join(a.name if isinstance(a, Path) else a for a in arguments)
+    shown = " ".join(str(a.relative_to(work)) if isinstance(a, Path) else a for a in arguments)
     if done.returncode:
         raise SystemExit(f"ckptkit {shown} failed with {done.returncode}:\n{done.stderr}")
     proof = next(line for line in done.stdout.splitlines() if line.startswith("proved"))
