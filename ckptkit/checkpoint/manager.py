@@ -141,7 +141,7 @@ class CheckpointManager:
         on_signal: The signals that `interrupted` and `save_on_signal` react to. "save" means SIGTERM (preemption) and
             SIGUSR1 (`sbatch --signal=USR1@300`).
         on_commit: A function that is called on every rank with the report of each committed save, for logging (W&B,
-            TensorBoard, MLflow).
+            TensorBoard, MLflow). After `save_async`, it runs in the background thread.
         trace: A directory for Chrome traces, one file per rank and operation.
         process_group: The ranks that take part; None for all.
         side_files: A directory with config, tokenizer, chat template and licence. Every checkpoint stores copies of
@@ -326,9 +326,9 @@ class CheckpointManager:
                 gc.enable()
 
     def wait(self) -> SaveReport | None:
-        """Wait for a background save, unless a call has already waited for it.
+        """Wait for the last `save_async` and return its report. Raises the save's error.
 
-        Returns its report, or None if there is no such save. Raises the save's error.
+        Returns None if there was no such save, or if another call of this manager has already waited for it.
         """
         self._check_open()
         handle, self._in_flight = self._in_flight, None

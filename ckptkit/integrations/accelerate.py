@@ -89,7 +89,7 @@ class AcceleratorCheckpoints:
         )
 
     def close(self) -> None:
-        """Release all resources. Collective."""
+        """Wait for a running save, and release all resources. All ranks must call this."""
         self.manager.close()
 
 
