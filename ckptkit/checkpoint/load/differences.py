@@ -82,7 +82,7 @@ class Mismatches:
             f"{section}: {len(items)} {title}:"
             + (" " + ", ".join(items) if len(items) <= _SHOWN else "\n    " + "\n    ".join(items))
             for title, sections in kinds.items()
-            for section, items in sections.items()
+            for section, items in ((section, [_quoted(item) for item in found]) for section, found in sections.items())
         ]
         if lines:
             advice = ["convert_dtype=True casts"] if self.dtypes else []
@@ -100,6 +100,11 @@ class Mismatches:
     def everything(self, kind: str) -> list[str]:
         """Return the mismatches of one kind in all sections, as "section.item"."""
         return [f"{section}.{item}" for section, items in getattr(self, kind).items() for item in items]
+
+
+def _quoted(item: str) -> str:
+    """Return a name that contains control characters or line breaks as a Python string, any other one unchanged."""
+    return item if item.isprintable() else repr(item)
 
 
 def in_all(tables: Sequence[Mapping[str, Sequence[str]]]) -> dict[str, list[str]]:
