@@ -1,4 +1,4 @@
-"""Attacks, each with a control: a checkpoint without the attack, which must be accepted."""
+"""Attacks, and the good checkpoints that they change, if tests.hostile.sources does not make them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import shutil
 import struct
 import zipfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +19,7 @@ from tests.formats.damages import rezipped
 from tests.hostile import sources
 from tests.hostile.harness import Place
 from tests.hostile.records import edit_json
-from tests.hostile.sources import Build, deepspeed_classes, header, sparse, written
-
-
-@dataclass(frozen=True, slots=True)
-class Attack:
-    """A hostile checkpoint and its control. `harmless`: it is accepted too, because nobody reads the wrong part."""
-
-    hostile: Build
-    control: Build
-    harmless: bool = False
-
+from tests.hostile.sources import Build, changed, deepspeed_classes, header, sparse, written
 
 # --- handwritten pickles
 
@@ -76,26 +65,19 @@ def _bin(data: bytes) -> Build:
     return written("pytorch_model.bin", data)
 
 
-GOOD_ZIP = _bin(_zip_of(_state()))
-
-
-def _archive(data: bytes, *, harmless: bool = False) -> Attack:
-    return Attack(_bin(data), GOOD_ZIP, harmless)
-
-
-def _w(hostile: bytes) -> Attack:
+def _w(hostile: bytes) -> Build:
     """An attack in the construction of the tensor."""
-    return _archive(_zip_of(_state(w=hostile)))
+    return _bin(_zip_of(_state(w=hostile)))
 
 
 _SELF = b"}\x94(" + _text("a") + b"h\x00u"
-PICKLES: dict[str, Attack] = {
+PICKLES: dict[str, Build] = {
     "persistent_path": _w(_tensor(storage=_STORAGE.replace(_text("0"), _text("../../../etc/passwd"), 1))),
     "persistent_module": _w(_tensor(storage=b"(" + _text("module") + _glob("os.mkdir") + _text("x") + _text("y") + b"tQ")),
     "persistent_type": _w(_tensor(storage=_STORAGE.replace(b"ctorch\nFloatStorage\n", _glob("os.mkdir")))),
     "persistent_numel": _w(_tensor(storage=_STORAGE.replace(b"K\x10tQ", b"\x8a\x08" + (2**62).to_bytes(8, "little") + b"tQ"))),
     "persistent_negative": _w(_tensor(storage=_STORAGE.replace(b"K\x10tQ", b"J\xff\xff\xff\xfftQ"))),
-    "self_dict": _archive(_zip_of(_state(x=_SELF)), harmless=True),
+    "self_dict": _bin(_zip_of(_state(x=_SELF))),
     "size_negative": _w(_tensor(size=b"J\xff\xff\xff\xff\x85")),
     "size_huge": _w(_tensor(size=b"\x8a\x08" + (2**62).to_bytes(8, "little") + b"\x85")),
     "size_digits": _w(_tensor(size=b"\x8a\xff" + b"\x7f" * 255 + b"\x85")),
@@ -115,10 +97,10 @@ PICKLES: dict[str, Attack] = {
 # --- zip archives
 
 
-def _zip(change: Callable[[bytearray], bytes | None]) -> Attack:
+def _zip(change: Callable[[bytearray], bytes | None]) -> Build:
     """A good archive whose bytes are changed."""
     data = bytearray(_zip_of(_state()))
-    return _archive(bytes(change(data) or data))
+    return _bin(bytes(change(data) or data))
 
 
 def _entry(data: bytes, name: str) -> int:
@@ -157,8 +139,8 @@ def _with_descriptor_lies(name: str) -> bytes:
     return bytes(data)
 
 
-def _renamed(rename: Callable[[str], str]) -> Attack:
-    return _archive(rezipped(_zip_of(_state()), lambda name, data: [(rename(name), data)]))
+def _renamed(rename: Callable[[str], str]) -> Build:
+    return _bin(rezipped(_zip_of(_state()), lambda name, data: [(rename(name), data)]))
 
 
 def _zip64(data: bytearray) -> bytes:
@@ -176,9 +158,9 @@ def _zip64(data: bytearray) -> bytes:
     return bytes(end)
 
 
-ZIPS: dict[str, Attack] = {
+ZIPS: dict[str, Build] = {
     "zip_same_place": _zip(_same_place),
-    "zip_descriptor_lies": Attack(_bin(_with_descriptor_lies("data/0")), _bin(STREAMED)),
+    "zip_descriptor_lies": _bin(_with_descriptor_lies("data/0")),
     "zip_zip64_lies": _zip(_zip64),
     "zip_local_name": _zip(lambda d: d.__setitem__(slice(_local(d, "data.pkl") + 30, _local(d, "data.pkl") + 46), b"archive/evil.pkl")),
     "zip_local_extra": _zip(lambda d: _set(d, _local(d, "data/0") + 28, "<H", 60_000)),
@@ -187,35 +169,31 @@ ZIPS: dict[str, Attack] = {
     "zip_crc": _zip(lambda d: _set(d, _entry(d, "data/0") + 16, "<I", 1)),
     "zip_lookalike": _renamed(lambda n: n.replace("data.pkl", "d\u0430ta.pkl")),
     "zip_two_roots": _renamed(lambda n: n.replace("archive/data/0", "other/data/0")),
-    "zip_two_pickles": _archive(_zip_of(_state(), {"../other/data.pkl": _state(x=b"K\x01")})),
-    "zip_in_front": _archive(b"x" * 100 + _zip_of(_state())),
-    "zip_behind": _archive(_zip_of(_state()) + b"x" * 70_000),
-    "zip_torchscript": _archive(_zip_of(_state(), {"constants.pkl": b"\x80\x02.", "code/x.py": b"import os"}), harmless=True),
+    "zip_two_pickles": _bin(_zip_of(_state(), {"../other/data.pkl": _state(x=b"K\x01")})),
+    "zip_in_front": _bin(b"x" * 100 + _zip_of(_state())),
+    "zip_behind": _bin(_zip_of(_state()) + b"x" * 70_000),
+    "zip_torchscript": _bin(_zip_of(_state(), {"constants.pkl": b"\x80\x02.", "code/x.py": b"import os"})),
 }  # fmt: skip
 
 
 # --- safetensors and indexes
 
 
-def _changed(control: str, change: Callable[[Place], Any], *, harmless: bool = False) -> Attack:
-    return Attack(sources.changed(control, change), sources.unchanged(control), harmless)
-
-
-def _hf(content: bytes) -> Attack:
-    return _changed("hf", written("model.safetensors", content))
+def _hf(content: bytes) -> Build:
+    return changed("hf", written("model.safetensors", content))
 
 
 def _one(**fields: Any) -> dict[str, Any]:
     return {"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8], **fields}}
 
 
-def _index(change: Callable[[dict[str, Any]], Any], *, harmless: bool = False, **names: str) -> Attack:
+def _index(change: Callable[[dict[str, Any]], Any], **names: str) -> Build:
     def build(place: Place) -> None:
         for old, new in names.items():
             (place.src / f"model-0000{old[1]}-of-00002.safetensors").rename(place.src / new)
         edit_json(place.src / "model.safetensors.index.json", change)
 
-    return _changed("hf_sharded", build, harmless=harmless)
+    return changed("hf_sharded", build)
 
 
 def _map(**entries: Any) -> Callable[[dict[str, Any]], Any]:
@@ -230,10 +208,10 @@ def _true_but_sparse(place: Place) -> None:
         file.truncate(len(header(entries)) + 2**40)
 
 
-HF: dict[str, Attack] = {
+HF: dict[str, Build] = {
     "header_bom": _hf(header("\ufeff" + json.dumps(_one())) + bytes(8)),
     "header_half_character": _hf(header('{"\\ud800":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}') + bytes(8)),
-    "true_but_sparse": _changed("hf", _true_but_sparse),
+    "true_but_sparse": changed("hf", _true_but_sparse),
     "index_trailing_dot": _index(_map(weight="model-00001-of-00002.safetensors.")),
     "index_space": _index(_map(weight="model-00001-of-00002.safetensors ")),
     "index_windows": _index(_map(weight="con.safetensors"), m1="con.safetensors"),
@@ -243,15 +221,15 @@ HF: dict[str, Attack] = {
     "index_directory": _index(_map(weight=".")),
     "index_percent": _index(_map(weight="%2e%2e%2foutside%2fsecret.txt")),
     "index_many": _index(lambda body: body["weight_map"].update({f"g{i}": "model-00001-of-00002.safetensors" for i in range(50_000)})),
-    "index_metadata": _index(lambda body: body.update(metadata={"total_size": 2**70, "x": [[]]}), harmless=True),
+    "index_metadata": _index(lambda body: body.update(metadata={"total_size": 2**70, "x": [[]]})),
 }  # fmt: skip
 
 
 # --- systems with one file per rank
 
 
-def _copy(control: str, change: Callable[[Path], Any], *, harmless: bool = False) -> Attack:
-    return _changed(control, lambda place: change(place.src), harmless=harmless)
+def _copy(control: str, change: Callable[[Path], Any]) -> Build:
+    return changed(control, lambda place: change(place.src))
 
 
 def _renames(pattern: str, old: str, new: str) -> Callable[[Path], Any]:
@@ -276,35 +254,35 @@ def _values(pattern: str, change: Callable[[Any], Any]) -> Callable[[Path], None
 
 
 def _rank_metadata(name: str) -> Build:
-    return sources.changed("dcp", lambda place: (place.src / ".metadata").rename(place.src / name))
+    return changed("dcp", lambda place: (place.src / ".metadata").rename(place.src / name))
 
 
-RANKS: dict[str, Attack] = {
+RANKS: dict[str, Build] = {
     "verl_world_size": _copy("verl", _renames("model_world_size_*", "size_2_", "size_99999999_")),
     "verl_rank": _copy("verl", _renames("model_world_size_*_rank_1.pt", "rank_1", "rank_99999999999")),
     "verl_config": _copy("verl", _texts("fsdp_config.json", '{"FSDP_version": 2, "world_size": 1000000000000}')),
     "deepspeed_shapes": _copy("deepspeed", _values("*model_states.pt", lambda v: v["param_shapes"][0].update(x=torch.Size([2**40])))),
     "deepspeed_shapes_kind": _copy("deepspeed", _values("*model_states.pt", lambda v: v.update(param_shapes=7))),
     "deepspeed_count": _copy("deepspeed", _values("*optim_states.pt", lambda v: v["optimizer_state_dict"].update(partition_count=10**12))),
-    "deepspeed_stage": _copy("deepspeed", _values("*optim_states.pt", lambda v: v["optimizer_state_dict"].update(zero_stage="9")), harmless=True),
-    "deepspeed_shared": _copy("deepspeed3", _values("*model_states.pt", lambda v: v.update(shared_params={"a": "a", "b": "c"})), harmless=True),
-    "deepspeed_tag": _copy("deepspeed", _texts("latest", "../../outside"), harmless=True),
+    "deepspeed_stage": _copy("deepspeed", _values("*optim_states.pt", lambda v: v["optimizer_state_dict"].update(zero_stage="9"))),
+    "deepspeed_shared": _copy("deepspeed3", _values("*model_states.pt", lambda v: v.update(shared_params={"a": "a", "b": "c"}))),
+    "deepspeed_tag": _copy("deepspeed", _texts("latest", "../../outside")),
     "deepspeed_rank": _copy("deepspeed", _renames("*pp_rank_1_mp*", "pp_rank_1_", "pp_rank_999999999999_")),
-    "rank_metadata_rank": Attack(_rank_metadata("__99999999999999999999.metadata"), _rank_metadata("__0.metadata"), harmless=True),
-    "rank_shards_count": _copy("rank_shards", _renames("shard-*", "-of-", "-of-9"), harmless=True),
+    "rank_metadata_rank": _rank_metadata("__99999999999999999999.metadata"),
+    "rank_shards_count": _copy("rank_shards", _renames("shard-*", "-of-", "-of-9")),
 }  # fmt: skip
 
 
 # --- files of a run next to its checkpoints
 
 
-def _run(change: Callable[[Path, Place], Any]) -> Attack:
+def _run(change: Callable[[Path, Place], Any]) -> Build:
     def build(place: Place) -> None:
         for name in ("pins", "deleting"):
             (place.src / ".ckptkit" / name).mkdir(parents=True, exist_ok=True)
         change(place.src, place)
 
-    return _changed("own", build, harmless=True)
+    return changed("own", build)
 
 
 def _many(folder: Path, count: int, text: str) -> None:
@@ -313,7 +291,7 @@ def _many(folder: Path, count: int, text: str) -> None:
 
 
 NONCE = "0123456789abcdef"
-RUNS: dict[str, Attack] = {
+RUNS: dict[str, Build] = {
     "pin_fifo": _run(lambda run, _: os.mkfifo(run / ".ckptkit/pins/keep-step_00000001.json")),
     "pin_sparse": _run(lambda run, _: sparse(run / f".ckptkit/pins/read-{NONCE}.json")),
     "pin_link": _run(lambda run, place: (run / ".ckptkit/pins/keep-step_00000001.json").symlink_to(place.outside / "secret.txt")),
@@ -334,4 +312,22 @@ RUNS: dict[str, Attack] = {
     "step_names": _run(lambda run, _: [(run / name).mkdir() for name in ("step_00000003 ", "step_\u0660\u0661", "STEP_00000004", "step_-1", "step_1e5", "step_" + "9" * 200)]),
 }  # fmt: skip
 
-ATTACKS: dict[str, Attack] = {**PICKLES, **ZIPS, **HF, **RANKS, **RUNS}
+ATTACKS: dict[str, Build] = {**PICKLES, **ZIPS, **HF, **RANKS, **RUNS}
+# Accepted by a conversion, because nobody reads the wrong part.
+HARMLESS = {
+    "self_dict",
+    "zip_torchscript",
+    "index_metadata",
+    "deepspeed_stage",
+    "deepspeed_shared",
+    "deepspeed_tag",
+    "rank_metadata_rank",
+    "rank_shards_count",
+    *RUNS,
+}
+CONTROLS: dict[str, Build] = {
+    **{name: changed(name, lambda place: None) for name in sources.CONTROLS},
+    "zip": _bin(_zip_of(_state())),
+    "streamed zip": _bin(STREAMED),
+    "rank_metadata": _rank_metadata("__0.metadata"),
+}

@@ -150,7 +150,7 @@ BOMBS: dict[str, Build] = {
     "record_duplicate": _record_text(lambda text: text.replace('"step"', '"step": 1, "step"', 1)),
     "record_binary": _record_text(lambda text: "\0" * 4096),
     "record_digits": _record_text(lambda text: text.replace('"step": ', '"step": ' + "9" * 5000, 1)),
-    "record_sizes": changed_steps(_sizes_of_record),
+    "record_terabyte": changed_steps(_sizes_of_record),
     "manifest_start": _manifest("slice.start", 0, 2**62),
     "manifest_negative": _manifest("slice.start", 0, -1),
     "manifest_nbytes": _manifest("slice.nbytes", 0, 2**62),

@@ -1,4 +1,4 @@
-"""Runs commands on one directory in a forked process, and reports exit code, output, time, memory and files of each."""
+"""Runs commands on one directory in a forked process, with limits on time, memory and the files that they touch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +40,9 @@ class Place:
 class Outcome:
     """The effects of one command. `bad` lists the forbidden ones."""
 
-    command: str
     code: int
     text: str
-    seconds: float
-    grown: int
-    bad: tuple[str, ...] = ()
+    bad: list[str]
 
 
 def _read_all(url: str) -> None:
@@ -102,18 +99,16 @@ def run_commands(place: Place, names: Sequence[str] = tuple(COMMANDS)) -> dict[s
         _child(place, names, writer)
     os.close(writer)
     with os.fdopen(reader) as lines:
-        found = [json.loads(line) for line in lines]
+        outcomes = {name: Outcome(*json.loads(line)) for name, line in zip(names, lines, strict=False)}
     _, status = os.waitpid(pid, 0)
-    outcomes = {item["command"]: Outcome(**{**item, "bad": tuple(item["bad"])}) for item in found}
     if status or len(outcomes) != len(names):
-        name = next(name for name in names if name not in outcomes)
-        outcomes[name] = Outcome(name, -1, f"the process ended with status {status}", 0.0, 0, ("it died",))
+        outcomes[names[len(outcomes)]] = Outcome(-1, "", [f"the process ended with status {status}"])
     after = tree(place.top, without=place.work)
     if before != after and not set(names) & set(CHANGING):
-        bad = (f"files changed outside of DST: {sorted(set(before.items()) ^ set(after.items()))[:3]}",)
-        outcomes["tree"] = Outcome("tree", 0, "", 0.0, 0, bad)
+        changed = sorted(set(before.items()) ^ set(after.items()))[:3]
+        outcomes["tree"] = Outcome(0, "", [f"files changed outside of DST: {changed}"])
     if place.marker.exists():
-        outcomes["marker"] = Outcome("marker", 0, "", 0.0, 0, ("CODE FROM THE CHECKPOINT RAN",))
+        outcomes["marker"] = Outcome(0, "", ["CODE FROM THE CHECKPOINT RAN"])
     return outcomes
 
 
@@ -142,8 +137,7 @@ def _child(place: Place, names: Sequence[str], writer: int) -> None:
     code = 1
     try:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        size = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-        resource.setrlimit(resource.RLIMIT_AS, (size + _ADDRESS_SPACE, size + _ADDRESS_SPACE))
+        limit_address_space()
         here = place.work / "cwd"
         here.mkdir(exist_ok=True)
         os.chdir(here)
@@ -151,7 +145,7 @@ def _child(place: Place, names: Sequence[str], writer: int) -> None:
         sys.addaudithook(_watch(place, events))
         with os.fdopen(writer, "w") as lines:
             for name in names:
-                lines.write(json.dumps(asdict(_run(place, name, events))) + "\n")
+                lines.write(json.dumps(astuple(_run(place, name, events))) + "\n")
                 lines.flush()
         code = 0
     finally:
@@ -186,8 +180,7 @@ def _run(place: Place, name: str, events: list[str]) -> Outcome:
     events.clear()
     shutil.rmtree(place.work / "hf", ignore_errors=True)
     command = COMMANDS[name]
-    Path("/proc/self/clear_refs").write_text("5")
-    before, started = _memory("VmRSS"), time.process_time()
+    before, started = start_watching(), time.process_time()
     signal.alarm(_HANGS_SECONDS)
     if callable(command):
         code, text, bad = 0, "", []
@@ -204,9 +197,9 @@ def _run(place: Place, name: str, events: list[str]) -> Outcome:
         if result.exception is not None and not isinstance(result.exception, SystemExit):
             bad.append(f"raised {type(result.exception).__name__}: {result.exception}")
     signal.alarm(0)
-    seconds, grown = time.process_time() - started, max(0, _memory("VmHWM") - before)
+    seconds, grown = time.process_time() - started, memory_of("VmHWM") - before
     bad += [*events, *_words(text, code, printed=not callable(command)), *_limits(seconds, grown)]
-    return Outcome(name, code, text[-4000:], round(seconds, 2), grown, tuple(bad))
+    return Outcome(code, text[-4000:], bad)
 
 
 def _words(text: str, code: int, *, printed: bool) -> list[str]:
@@ -227,7 +220,20 @@ def _limits(seconds: float, grown: int) -> list[str]:
     return bad + ([f"it took {grown >> 20} MB"] if grown > LIMIT_BYTES else [])
 
 
-def _memory(field: str) -> int:
+def limit_address_space() -> None:
+    """Limit the memory of this process, so that a request for gigabytes fails here."""
+    size = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    resource.setrlimit(resource.RLIMIT_AS, (size + _ADDRESS_SPACE, size + _ADDRESS_SPACE))
+
+
+def start_watching() -> int:
+    """Reset the peak memory of this process, and return its memory in bytes."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return memory_of("VmRSS")
+
+
+def memory_of(field: str) -> int:
+    """Return a field of /proc/self/status in bytes: "VmRSS", the memory of this process, or "VmHWM", its peak."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(field):
             return int(line.split()[1]) * 1024

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import io
 import itertools
 import json
@@ -150,11 +149,6 @@ CONTROLS: dict[str, Callable[[Path], Any]] = {
     "fsdp1_dcp": zoo("fsdp1_dcp_sharded_nomesh_w2"),
     "rank_shards": zoo("hf_dcp_sharded_w2/ckpt"),
 }
-
-
-@functools.cache  # one function for each control: tests recognize equal ones
-def unchanged(control: str) -> Build:
-    return lambda place: CONTROLS[control](place.src)
 
 
 @contextlib.contextmanager

@@ -77,6 +77,7 @@ def test_no_command_changes_the_target_of_a_link(name, place):
     # Listing a directory opens it; opening a file there would read it.
     assert not {key: (bad, o.text[-200:]) for key, o in outcomes.items() for bad in o.bad
                 if not bad.startswith("opened") or bad.endswith((".json", ".distcp", ".txt"))}  # fmt: skip
+    assert outcomes["convert hf"].code == 0 or name not in ("state", "pins")  # without a pin
 
 
 @pytest.mark.parametrize("name", LINKS)
@@ -95,12 +96,6 @@ def test_no_save_or_rotation_changes_the_target_of_a_link(name, place):
 def test_without_links_the_same_commands_succeed(place):
     outcomes = run_commands(place, COMMANDS)
     assert {key: (o.code, o.bad) for key, o in outcomes.items() if o.code or o.bad} == {}
-
-
-@pytest.mark.parametrize("name", ["state", "pins"])
-def test_a_checkpoint_whose_pin_directory_is_a_link_is_read_without_a_pin(name, place):
-    LINKS[name](place)
-    assert run_commands(place, ("convert hf",))["convert hf"].code == 0
 
 
 @pytest.mark.parametrize("name", ["state", "pins", "deleting"])

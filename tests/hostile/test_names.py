@@ -5,11 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
-from ckptkit.cli.main import cli
 from ckptkit.formats.own.record import step_of_name
 from ckptkit.storage.store import is_safe_name
+from tests.cli import commands
 from tests.formats.damages import lay
 from tests.hostile.sources import safetensors
 
@@ -39,7 +38,7 @@ def test_an_ordinary_name_is_safe():
 
 def convert(folder: Path, *arguments: str) -> int:
     lay(folder, {"src/model.safetensors": safetensors({"a" * 100: [1]})})
-    result = CliRunner().invoke(cli, ["convert", str(folder / "src"), *arguments])
+    result = commands.run("convert", folder / "src", *arguments)
     assert "bug in ckptkit" not in result.output
     return result.exit_code
 

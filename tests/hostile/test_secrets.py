@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import traceback
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -12,21 +11,18 @@ from urllib.parse import quote
 import fsspec
 import pytest
 import torch
-from click.testing import CliRunner
 from fsspec.implementations.memory import MemoryFileSystem
 
 from ckptkit import redact
 from ckptkit.checkpoint.manager import CheckpointManager
 from ckptkit.checkpoint.state.train_state import TrainState
-from ckptkit.cli.main import cli
 from ckptkit.errors import CheckpointNotFoundError, CkptkitError, StorageError, UsageError
-from ckptkit.formats.detect import open_source
 from ckptkit.integrations.hub import push_folder
 from ckptkit.offline.convert import convert
-from ckptkit.offline.pictures.pages import inspect_page
 from ckptkit.redact import without_secrets
 from ckptkit.storage.open import open_store
 from tests.checkpoint import states
+from tests.cli import commands
 from tests.formats.damages import lay
 from tests.hostile import sources
 
@@ -42,6 +38,7 @@ URLS = [
     f"https://a.blob.core.windows.net/c/run?sv=2024-01-01&se=2030&sp=r&sig={HUSH}%3D",
     f"https://host/run?token={HUSH}",
     f"hf://user:hf_{HUSH}@org/repo",
+    f"hf://x/y?token=hf_{HUSH}",
     f"abfs://c:{HUSH}@a.dfs.core.windows.net/run",
 ]
 PLAIN_URLS = [
@@ -107,13 +104,6 @@ def test_a_url_with_a_login_is_shown_without_it(url):
     assert without_secrets(url).startswith(url.partition("://")[0])
 
 
-@pytest.mark.parametrize("url", URLS)
-def test_a_url_with_a_login_is_refused_without_being_quoted(url):
-    with pytest.raises(UsageError, match="storage options") as caught:
-        open_store(url)
-    _clean(caught.value, "".join(traceback.format_exception(caught.value)).replace(url, ""))
-
-
 @pytest.mark.parametrize("url", PLAIN_URLS)
 def test_a_url_without_a_login_is_accepted_and_shown_unchanged(url):
     open_store(url)
@@ -158,14 +148,6 @@ def test_no_message_shows_secrets_of_the_environment(name, monkeypatch):
 
 
 # --- the library
-
-
-def test_a_failing_storage_is_quoted_without_its_options(caplog):
-    caplog.set_level("DEBUG", logger="ckptkit")
-    with pytest.raises(StorageError) as caught:
-        open_store("leaky://bucket/run", storage_options=OPTIONS).read("x")
-    assert "denied" in str(caught.value)
-    _clean(caught.value, *traceback.format_exception(caught.value), caplog.text)
 
 
 def test_a_failing_storage_without_secrets_is_shown_with_its_cause():
@@ -222,13 +204,6 @@ def test_a_base_url_with_a_login_is_in_no_message(tmp_path):
     _clean(caught.value)
 
 
-def test_a_page_holds_no_credentials_of_its_url_or_options(tmp_path):
-    sources.hf(tmp_path)
-    catalog = open_source(str(tmp_path)).catalog
-    for url in URLS:
-        _clean(inspect_page(catalog, url))
-
-
 # --- the command line
 
 
@@ -257,7 +232,7 @@ COMMANDS = list(_commands("", Path()))
 def _run(arguments: list[str], folder: Path, caplog: pytest.LogCaptureFixture) -> Any:
     """Run a command, and search its output, log and files for the secret."""
     lay(folder, {"src/model.safetensors": sources.safetensors({"a": [1]})})
-    result = CliRunner().invoke(cli, arguments)
+    result = commands.run(*arguments)
     _clean(result.output, result.stderr, caplog.text)
     local = {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     assert not [name for name, data in {**_remote_files(), **local}.items() if HUSH.encode() in data or HUSH in name]
@@ -276,23 +251,16 @@ def test_a_successful_command_shows_no_storage_options(name, tmp_path, caplog):
 def test_a_failing_command_shows_no_storage_options(name, tmp_path, caplog):
     result = _run([*_commands("leaky://bucket/run", tmp_path)[name], "--debug", *FLAGS], tmp_path, caplog)
     assert result.exit_code == 1
-    assert "Traceback" in result.stderr or "verify" in name
+    assert "denied" in result.output and ("Traceback" in result.stderr or "verify" in name)
 
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_refuses_a_url_with_a_login_without_showing_it(name, tmp_path, caplog):
     for url in URLS:
         result = _run([*_commands(url, tmp_path)[name], "--debug"], tmp_path, caplog)
-        assert result.exit_code in (1, 2)
+        assert result.exit_code in (1, 2), url
+        assert "put the login into the environment or storage options" in " ".join(result.output.split()), url
 
 
 def test_a_question_mark_in_a_file_path_is_not_a_query():
     assert open_store("file:///data/x?token=1").url == "/data/x?token=1"
-
-
-@pytest.mark.parametrize("command", [["inspect"], ["verify"], ["ls"], ["convert"]])
-def test_a_token_in_the_query_of_a_hub_url_is_refused_with_advice(command, tmp_path):
-    rest = [str(tmp_path / "out")] if command == ["convert"] else []
-    found = CliRunner().invoke(cli, [*command, "hf://x/y?token=hf_0123456789", *rest])
-    assert found.exit_code == 2 and "hf_0123456789" not in found.output
-    assert "put the login into the environment or storage options" in found.output
