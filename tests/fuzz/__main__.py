@@ -17,8 +17,9 @@ from pathlib import Path
 
 from tests.fuzz.foreign_formats import FOREIGN
 from tests.fuzz.own_formats import OWN
-from tests.fuzz.running import Target, limit_address_space, run_input
+from tests.fuzz.running import Target, run_input
 from tests.fuzz.torch_formats import TARGETS
+from tests.hostile.harness import limit_address_space
 
 MAX_FINDINGS = 50  # per target: with more, the target itself is wrong
 ALL: dict[str, Target] = {**TARGETS, **OWN, **FOREIGN}

@@ -12,8 +12,7 @@ from tests.fuzz.running import run_input
 from tests.split import PARTS
 
 INPUTS = {
-    "metadata_pickles": 150, "metadata_and_c": 150, "archives_and_c": 150, "torch_files": 150,
-    "catalogs_of_files": 150, "dcp_directories": 30, "archives_of_items": 150,
+    "metadata_pickles": 150, "archives": 150, "torch_files": 150, "dcp_directories": 30, "archives_of_items": 150,
     "commit_records": 120, "manifests": 120, "run_directories": 25, "local_files": 60,
     "safetensors_files": 60, "indexes": 40, "configs": 40, "rank_files": 12, "key_maps": 200, "layouts": 60,
 }  # fmt: skip
