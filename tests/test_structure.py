@@ -183,10 +183,6 @@ def test_private_names_of_torch_are_used_only_in_formats_dcp():
     assert set(private_names(tree, attributes)) == {"torch.x._y", "torch._z", "torch._C", "_local_tensor", "_spec"}
 
 
-# Class names that occur more than once. Only remove names from this table.
-TWICE: dict[str, list[str]] = {}
-
-
 def classes(tree: ast.Module) -> Iterator[str]:
     """Return the names of the classes of a module, including nested ones."""
     return (node.name for node in nodes(tree) if isinstance(node, ast.ClassDef))
@@ -197,5 +193,5 @@ def test_a_class_name_is_used_once():
     for module, tree in sources().items():
         for name in classes(tree):
             places.setdefault(name, []).append(module.removeprefix("ckptkit."))
-    assert {name: modules for name, modules in places.items() if len(modules) > 1} == TWICE
+    assert {name: modules for name, modules in places.items() if len(modules) > 1} == {}
     assert list(classes(ast.parse("class A:\n    class B: pass"))) == ["A", "B"]

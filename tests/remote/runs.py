@@ -20,6 +20,7 @@ from ckptkit.offline import reshard as resharding
 from ckptkit.offline import verify as verifying
 from ckptkit.storage import open_store
 from tests.checkpoint import states
+from tests.cli.commands import run
 from tests.fsdp.models import whole
 
 Options = dict[str, Any]
@@ -55,12 +56,8 @@ def full(state: TrainState) -> Any:
 
 
 def run_cli(*args: str, options: Options | None = None) -> tuple[int, str]:
-    from click.testing import CliRunner
-
-    from ckptkit.cli.main import cli
-
     given = [f"--storage-option={name}={value}" for name, value in (options or {}).items()]
-    done = CliRunner().invoke(cli, [*args, *given])
+    done = run(*args, *given)
     return done.exit_code, done.output
 
 
@@ -135,8 +132,8 @@ class Place:
     def make(self, source: str | Path = UNEVEN, **options: Any) -> Any:
         """Convert `source` to this place, or reshard it if `options` has a number of ranks and no format."""
         reshards = "world_size" in options and "to" not in options
-        run = resharding.reshard if reshards else converting.convert
-        return run(str(source), self.url, dst_storage_options=self.options, **{"workers": 1, **options})
+        command = resharding.reshard if reshards else converting.convert
+        return command(str(source), self.url, dst_storage_options=self.options, **{"workers": 1, **options})
 
     def comparable(self) -> dict[str, bytes]:
         """Return the objects, those with times or writers as empty ones."""

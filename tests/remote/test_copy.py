@@ -13,7 +13,6 @@ from ckptkit import copy
 from ckptkit.checkpoint.run.pins import list_pins, pin_forever
 from ckptkit.errors import CheckpointExistsError
 from ckptkit.storage.objects import RemoteStore
-from tests.checkpoint.killed import same_as_saved, state
 from tests.checkpoint.saving import fork
 from tests.remote.runs import Place
 
@@ -25,24 +24,10 @@ def checkpoints(place: Place) -> dict[str, bytes]:
     return {path: data for path, data in place.objects().items() if path.startswith("step_")}
 
 
-def save(place: Place) -> None:
-    with place.manager() as manager:
-        for step in (1, 2, 3):
-            manager.save(step, state(step))
-
-
-def loads(place: Place) -> None:
-    loaded = state(0)
-    with place.manager() as manager:
-        manager.load(loaded)
-        same_as_saved(loaded, 3)
-        manager.save(4, state(4))
-
-
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Place:
     made = Place(str(tmp_path_factory.mktemp("copy") / "RUN"))
-    save(made)
+    made.save(1, 2, 3)
     pin_forever(f"{made.url}/step_00000002", "table 2")
     return made
 
@@ -64,8 +49,9 @@ def test_a_run_is_copied_to_a_bucket_and_back(run, near, disk):
     copied(near, disk)
     assert checkpoints(disk) == checkpoints(run)
     copy(near.url, near.beside("too").url, storage_options=near.options)
-    loads(near)
-    loads(disk)
+    for place in (near, disk):
+        place.loads(3)
+        place.save(4)
     assert checkpoints(near.beside("too")) == checkpoints(run)
 
 

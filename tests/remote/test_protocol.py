@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import random
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -42,27 +40,6 @@ def test_in_fifty_races_exactly_one_of_two_writers_commits(near):
             saved = set(pool.map(publish, places, [step] * 2, [rng.random() / 500 for _ in places]))
             record = find_record(roots[0], record_path(name))
             assert record is not None and saved == {None, record.save_id}
-
-
-def _saving(say: Any, place: Place) -> None:
-    root = place.store
-    threading.Timer(float(os.environ["KILL_AFTER"]), lambda: os.kill(os.getpid(), 9)).start()
-    for step in range(2, 1000):
-        save(root, step, nbytes=200_000)
-
-
-def test_a_save_killed_at_any_moment_publishes_nothing_incomplete(near, monkeypatch):
-    for round_ in range(6):
-        monkeypatch.setenv("KILL_AFTER", str(0.12 + 0.11 * round_))
-        here = near.beside(str(round_))
-        base = here.store
-        save(base, 1)
-        fork(_saving, here)
-        steps = check(base)  # every committed checkpoint is complete, byte by byte
-        assert steps == list(range(1, len(steps) + 1))
-        save(base, 5000)
-        clean_leftovers(base)
-        assert here.top() <= {".ckptkit", "latest", *(f"step_{step:08d}" for step in [*steps, 5000])}
 
 
 @pytest.fixture

@@ -26,7 +26,6 @@ from tests.checkpoint.saving import fork
 from tests.offline.resuming import went_on
 from tests.ranks import RankError, run_ranks
 from tests.remote.runs import MANY, UNEVEN, Options, Place, on
-from tests.storage.proxy import Proxy
 
 OVER = {**MANY, "overwrite": True}
 
@@ -42,21 +41,26 @@ def source(tmp_path: Path) -> Path:
     return tmp_path / "in"
 
 
+def once_finished(objects: int, call: Callable[[str], object], patch: pytest.MonkeyPatch) -> None:
+    """Call a function, once, with the path of the object that is finished as the `objects`-th."""
+    paths, finished = list[str](), Ledger.finished
+
+    def noticed(self: Ledger, path: str, *args: Any, **kwargs: Any) -> None:
+        finished(self, path, *args, **kwargs)
+        paths.append(path)
+        if len(paths) == objects:
+            call(path)
+
+    patch.setattr(Ledger, "finished", noticed)
+
+
+def die_after(objects: int) -> None:
+    once_finished(objects, lambda path: os.kill(os.getpid(), signal.SIGKILL), pytest.MonkeyPatch())
+
+
 def _dying(say: Any, place: Place, source: Path, options: Options, objects: int) -> None:
-    _die_after(objects)
+    die_after(objects)
     place.make(source, **options)
-
-
-def _die_after(objects: int) -> None:
-    left, finished = [objects], Ledger.finished
-
-    def counted(self: Ledger, path: str, nbytes: int, content: str, *, checked: bool) -> None:
-        finished(self, path, nbytes, content, checked=checked)
-        left[0] -= 1
-        if not left[0]:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    Ledger.finished = counted
 
 
 def killed(place: Place, objects: int, source: Path = UNEVEN, **options: Any) -> None:
@@ -77,32 +81,15 @@ def begin_upload(place: Place, name: str) -> None:
     store._api.upload(store._full(name))
 
 
-def moved(proxy: Proxy) -> int:
-    """Count the puts of the export's objects."""
-    return sum(method == "PUT" and "/model-" in path for method, path in proxy.seen)
-
-
-@pytest.mark.parametrize("finished", [1, 4])
-def test_a_killed_conversion_continues_with_finished_objects(source, near, proxy, far, finished):
-    killed(near, finished, source, **MANY)
-    assert "model.safetensors.index.json" not in near.names()
-    report = far.make(source, **MANY)
-    assert f"{finished} of" in went_on(report.notes)
-    again = moved(proxy)
-    proxy.clear()
-    whole = far.beside("whole").make(source, **MANY)
-    assert again == moved(proxy) - finished
-    assert report.nbytes_read < whole.nbytes_read and report.checked == whole.checked
-    assert near.comparable() == near.beside("whole").comparable()
-
-
 @on("s3", "gcs")
 @pytest.mark.parametrize("how", [{"world_size": 3}, MANY], ids=str)
-def test_a_killed_reshard_continues_with_finished_objects(source, near, how):
+def test_a_killed_command_continues_with_finished_objects(source, near, how):
     killed(near, 2, source, **how)
-    assert "2 of" in goes_on(near, source, **how)
-    assert near.verify().ok
-    near.is_made(source, how)
+    assert not {"model.safetensors.index.json", "checkpoint.json"} & near.names()
+    report, whole = near.make(source, **how), near.beside("whole").make(source, **how)
+    assert "2 of" in went_on(report.notes)
+    assert report.nbytes_read < whole.nbytes_read and report.checked == whole.checked
+    assert near.verify().ok and near.comparable() == near.beside("whole").comparable()
 
 
 def test_uploads_of_a_killed_run_are_aborted_and_foreign_objects_stay(source, near):
@@ -150,26 +137,13 @@ def test_damage_that_appears_after_the_kill_is_found(source, near):
     assert near.names() == set()
 
 
-def once_finished(monkeypatch: pytest.MonkeyPatch, objects: int, call: Callable[[str], object]) -> None:
-    """Call a function, once, with the path of the object that is finished as the `objects`-th."""
-    paths, finished = list[str](), Ledger.finished
-
-    def noticed(self: Ledger, path: str, *args: Any, **kwargs: Any) -> None:
-        finished(self, path, *args, **kwargs)
-        paths.append(path)
-        if len(paths) == objects:
-            call(path)
-
-    monkeypatch.setattr(Ledger, "finished", noticed)
-
-
 def test_a_late_put_of_a_zombie_is_never_published(near, monkeypatch):
     def replace(path: str) -> None:
         store = near.store
         data = store.read(path)
         store.write(path, data[:-1] + bytes([data[-1] ^ 1]), overwrite=True)
 
-    once_finished(monkeypatch, 1, replace)
+    once_finished(1, replace, monkeypatch)
     with pytest.raises(StorageError, match=r"model-\S+ is not what was written"):
         near.make(**MANY)
     assert not near.names()
@@ -181,7 +155,7 @@ def test_a_writer_that_lost_the_directory_publishes_and_deletes_nothing(near, mo
             patch.setattr(owner.Owner, "alive", lambda self: None)
             assert "3 of" in goes_on(near, UNEVEN, **OVER)
 
-    once_finished(monkeypatch, 3, take_over)
+    once_finished(3, take_over, monkeypatch)
     with pytest.raises((StorageError, FileExistsError)):
         near.make(**MANY)
     near.is_made()
@@ -201,7 +175,7 @@ def test_ctrl_c_keeps_finished_objects_and_an_error_does_not(near, monkeypatch, 
     def stop(path: str) -> None:
         raise error
 
-    once_finished(monkeypatch, 1, stop)
+    once_finished(1, stop, monkeypatch)
     with pytest.raises(type(error)):
         near.make(**MANY)
     kept = isinstance(error, KeyboardInterrupt)
@@ -293,7 +267,7 @@ def test_an_unfinished_upload_of_a_single_file_is_aborted(tmp_path, near):
 def _team(place: Place, kill: int) -> str:
     ledger.WORTH = 500
     if kill:
-        _die_after(kill)
+        die_after(kill)
     return goes_on(place, UNEVEN, **MANY)
 
 

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import logging
+import re
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from moto.core import DEFAULT_ACCOUNT_ID as ACCOUNT
 from moto.s3.models import s3_backends
 
+from ckptkit.checkpoint.run.delete import delete_checkpoint
 from ckptkit.errors import CkptkitError, CorruptCheckpointError, RankFailedError, StorageError
 from ckptkit.storage import retry
 from tests.checkpoint.states import unchanged
-from tests.remote.runs import TWO, Place, on, state_of
-from tests.storage.proxy import PASS, Answer, Changed, Proxy, always, every_third, first_of_each, only
+from tests.remote.runs import TWO, Place, full, on, state_of
+from tests.storage.proxy import PASS, Answer, Changed, Proxy, Reply, always, every_third, first_of_each, only
 
 THROTTLED = [Answer(status, text=b'{"error": {"code": %d}}' % status) for status in (408, 429, 500, 503)]
 
@@ -52,6 +55,23 @@ def test_a_run_among_thousands_survives_every_third_request_failing(proxy, far, 
     far.save(1)
     far.loads(1)
     assert len(far.store.list("others")) == 2001
+
+
+@on("gcs")
+def test_a_run_with_paged_listings_is_seen_completely(near, proxy, far):
+    pages: set[str] = set()
+
+    def between(handler: Any, body: bytes) -> Reply:
+        handler.path = handler.path.replace("maxResults=1000", "maxResults=3")
+        pages.update(re.findall("pageToken=[^&]+", handler.path))
+        return handler.forward(body)
+
+    proxy.between = between
+    far.save(1, 2, 3, retention=TWO)
+    far.loads(3)
+    assert pages
+    far.prune()
+    assert near.top() == {".ckptkit", "latest", "step_00000003"}
 
 
 @pytest.fixture
@@ -93,6 +113,29 @@ def test_an_outage_does_not_trigger_the_fallback_to_an_older_checkpoint(proxy, n
         manager.load(state_of(99), fallback="previous")
     proxy.rule = PASS
     far.loads(2)
+
+
+@pytest.mark.parametrize("atomic", [False, True])
+def test_a_load_whose_checkpoint_is_rotated_away_loads_the_next_one(proxy, far, atomic):
+    far.save(1)
+    gone, once = threading.Event(), threading.Lock()
+
+    def rule(number: int, method: str, path: str) -> str:
+        if method == "PUT" and "/pins/" in path and once.acquire(blocking=False):
+            proxy.rule = PASS  # of what another job does now
+            far.save(2)
+            delete_checkpoint(far.store, "step_00000001", reason="test")
+            gone.set()
+        elif "step_00000001" in path and method == "GET" and not path.endswith("checkpoint.json"):
+            gone.wait(60)
+        return "pass"
+
+    proxy.rule = rule
+    state = state_of(99)
+    with far.elsewhere().manager() as manager:
+        report = manager.load(state, atomic=atomic)
+    assert report is not None and report.step == 2 and gone.is_set()
+    assert not state.half_loaded and full(state) == full(state_of(2))
 
 
 LIES: dict[str, Callable[[bytes], bytes]] = {

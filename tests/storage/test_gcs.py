@@ -46,13 +46,6 @@ def put(store: RemoteStore, name: str) -> bytes:
     return data
 
 
-def test_missing_objects_are_not_deleted(store):
-    names = filled(store, 20)
-    store.write("stays", b"1")
-    store.delete([*names[:10], "d", "never/was", *names[10:]])
-    assert [item.path for item in store.list(recursive=True)] == ["stays"]
-
-
 def test_only_failed_deletions_are_repeated(store, proxy):
     names = filled(store, 40)
     proxy.clear()
@@ -118,6 +111,14 @@ def test_the_received_bytes_of_an_interrupted_part_are_not_sent_again(store, pro
     data = put(store, "x")
     assert store.read("x") == data and sessions.queries == cut
     assert len(data) < proxy.sent <= len(data) + cut * PART
+
+
+def test_create_only_puts_send_a_condition(store, proxy, small_parts):
+    proxy.clear()
+    put(store, "large")
+    store.write("small", b"1")
+    begun = [path for method, path in proxy.seen if "/upload/storage/" in path and "upload_id" not in path]
+    assert len(begun) == 2 and all("ifGenerationMatch=0" in path for path in begun)
 
 
 ENDED = "ended the upload before it was complete"

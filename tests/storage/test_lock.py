@@ -16,7 +16,7 @@ import pytest
 
 from ckptkit.errors import LeaseHeldError
 from ckptkit.storage import lock as module
-from ckptkit.storage.lock import acquire_lease, open_attempts
+from ckptkit.storage.lock import acquire_lease
 from ckptkit.storage.open import open_store
 from ckptkit.storage.owner import Owner, _start_of, owner_json, this_process
 from ckptkit.storage.store import Store
@@ -41,21 +41,6 @@ def put(root: Store, owner: Owner, *, generation: int = 1, beat: int = 0, age_s:
     return path
 
 
-def test_a_held_lease_is_refused_and_names_its_owner(root):
-    held = acquire_lease(root)
-    with pytest.raises(LeaseHeldError, match=f"process {os.getpid()} on "):
-        acquire_lease(root)
-    held.release()
-    assert open_attempts(root).owner is None
-    acquire_lease(root).release()
-
-
-def acquired_at_once(root: Store) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module.time, "sleep", lambda seconds: pytest.fail("it waits"))
-        acquire_lease(root).release()
-
-
 @pytest.mark.parametrize(
     ("owner", "age_s"),
     [
@@ -68,7 +53,8 @@ def test_the_lease_of_an_owner_that_is_surely_gone_is_taken_over_at_once(root, m
     if "before" in owner.machine:
         monkeypatch.setattr("ckptkit.storage.owner._machine", lambda: BOOT)
     put(root, owner, age_s=age_s)
-    acquired_at_once(root)
+    monkeypatch.setattr(module.time, "sleep", lambda seconds: pytest.fail("it waits"))
+    acquire_lease(root).release()
 
 
 def test_without_a_machine_id_a_reboot_is_unknown(monkeypatch):

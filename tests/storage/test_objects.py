@@ -10,10 +10,10 @@ import pytest
 from ckptkit.errors import StorageError, UsageError
 from ckptkit.storage import open_store
 from ckptkit.storage.objects import RemoteStore
-from ckptkit.storage.retry import is_transient
 from tests.conformance.store_tests import StoreTests
 from tests.storage import servers
 from tests.storage.conftest import Options
+from tests.storage.proxy import Answer, first
 
 
 @pytest.fixture(scope="session")
@@ -40,6 +40,12 @@ class TestGcs(StoreTests):
         return RemoteStore(url.replace("s3:", "gs:"), storage_options=gcs)
 
 
+def test_a_conflict_of_two_conditional_puts_is_tried_again(store, proxy):
+    proxy.rule = first(Answer(409, "ConditionalRequestConflict"), lambda method, path: method == "PUT")
+    store.write("x", b"1")
+    assert store.read("x") == b"1"
+
+
 def test_a_requester_who_pays_says_so_in_every_request(options, proxy, url):
     store = RemoteStore(url, storage_options={**options, "requester_pays": True})
     proxy.clear()
@@ -54,24 +60,6 @@ def test_a_requester_who_pays_says_so_in_every_request(options, proxy, url):
 def test_an_error_names_an_unsupported_protocol_and_the_supported_ones(url):
     with pytest.raises(UsageError, match=f"{url[:4]}.*Use a path, s3://, gs://"):
         open_store(url).list()
-
-
-def conflict() -> OSError:
-    """S3's answer to two conditional requests at once."""
-    error = OSError(5, "conflict")
-    error.__cause__ = Exception()
-    code = {"Code": "ConditionalRequestConflict"}
-    error.__cause__.response = {"Error": code, "ResponseMetadata": {"HTTPStatusCode": 409}}
-    return error
-
-
-TRANSIENT = [ConnectionResetError(), TimeoutError(), OSError(16, "SlowDown"), OSError(121, "500"), conflict()]
-PERMANENT = [FileNotFoundError(), PermissionError(), FileExistsError(), OSError(22, "EINVAL"), ValueError()]
-
-
-@pytest.mark.parametrize("error", TRANSIENT + PERMANENT, ids=repr)
-def test_only_transient_errors_are_retried(error):
-    assert is_transient(error) == (error in TRANSIENT)
 
 
 class Files(servers.Handler):

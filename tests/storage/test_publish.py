@@ -24,10 +24,7 @@ from ckptkit.storage.staging import Replaceable, owner_path, staging_name
 from ckptkit.storage.store import Store
 from tests.checkpoint.crash import kill_at
 from tests.checkpoint.saving import check, fork, save
-
-
-def tree(root: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(root)): p.read_bytes() for p in sorted(root.rglob("*")) if p.is_file()}
+from tests.offline.folders import names, tree
 
 
 def anything(store: Store, path: str, known: Collection[str]) -> None:
@@ -46,10 +43,6 @@ def put(path: Path, *, content: bytes = b"new", overwrite: bool = False, rule: R
     with stage(str(path), replaceable=rule, overwrite=overwrite) as store:
         store.write("a/model.bin", content, sync=False)
         store.write("index.json", b"{}" + content, sync=False)
-
-
-def names(root: Path) -> list[str]:
-    return sorted(p.name for p in root.iterdir())
 
 
 @pytest.fixture

@@ -286,9 +286,10 @@ def test_an_outage_during_detection_does_not_mean_missing_conditional_writes(sto
     assert store.has_conditional_writes is True
 
 
-def test_an_interrupted_read_releases_the_callers_memory(store, proxy, monkeypatch):
+@pytest.mark.parametrize("when", ["before it begins", "while it runs"])
+def test_an_interrupted_read_releases_the_callers_memory(store, proxy, monkeypatch, when):
     store.write("x", b"1" * 1000)
-    asked, go, wait = threading.Event(), threading.Event(), threading.Event.wait
+    asked, go, free, wait = threading.Event(), threading.Event(), threading.Event(), threading.Event.wait
     interrupted: list[bool] = []
 
     def rule(number: int, method: str, path: str) -> str:
@@ -297,9 +298,14 @@ def test_an_interrupted_read_releases_the_callers_memory(store, proxy, monkeypat
 
     def interrupted_wait(event: threading.Event, timeout: float | None = None) -> bool:
         if timeout == 1 and not interrupted:  # waits of one second, so that signals are handled
-            interrupted.append(wait(asked, 60))
+            interrupted.append(when == "before it begins" or wait(asked, 60))
             raise KeyboardInterrupt
+        if interrupted:
+            free.set()
         return wait(event, timeout)
+
+    if when == "before it begins":
+        store.fs.loop.call_soon_threadsafe(wait, free)  # the loop is busy
 
     proxy.rule = rule
     view = bytearray(1000)
