@@ -60,14 +60,6 @@ def swap(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> boo
     return request.param
 
 
-def test_nothing_is_visible_inside_the_block_and_an_exception_leaves_nothing(tmp_path):
-    with pytest.raises(KeyboardInterrupt), stage(str(tmp_path / "out")) as store:
-        store.write("x", b"1")
-        assert not (tmp_path / "out").exists()
-        raise KeyboardInterrupt
-    assert names(tmp_path) == []
-
-
 @pytest.mark.parametrize("call", ["mkdir", "fsync", "write", "close"])
 def test_a_failing_disk_leaves_nothing_and_the_error_names_the_path(tmp_path, call, monkeypatch):
     works = getattr(os, call)
@@ -126,12 +118,6 @@ def test_a_failed_overwrite_keeps_the_old(tmp_path, old):
     assert tree(tmp_path) == before
 
 
-def test_a_directory_replaces_a_file_with_overwrite(tmp_path):
-    (tmp_path / "out").write_bytes(b"file")
-    put(tmp_path / "out", overwrite=True)
-    assert (tmp_path / "out" / "index.json").is_file() and names(tmp_path) == ["out"]
-
-
 def test_replaceable_is_asked_before_writing_and_again_before_the_swap(tmp_path, old):
     options: dict[str, Any] = {"replaceable": no_notes, "overwrite": True}
     with pytest.raises(CheckpointExistsError), stage(str(old), **options) as store:
@@ -167,25 +153,10 @@ def test_a_target_that_appears_during_the_write_is_not_replaced(tmp_path):
     assert tree(tmp_path) == {"out/theirs": b"2"} and names(tmp_path) == ["out"]
 
 
-def test_the_staging_directory_of_a_living_writer_is_kept(tmp_path):
-    with stage(str(tmp_path / "out")) as first:
-        first.write("x", b"1")
-        put(tmp_path / "out")
-        assert first.info("x") is not None
-        (tmp_path / "out").rename(tmp_path / "other")
-    assert tree(tmp_path / "out") == {"x": b"1"}
-
-
 def _dies(say: Any, out: str) -> None:
     with stage(out) as store:
         store.write("x", b"1" * 9)
         os.kill(os.getpid(), signal.SIGKILL)
-
-
-def test_leftovers_of_a_dead_writer_are_removed(tmp_path):
-    assert fork(_dies, str(tmp_path / "out"))[0] == -signal.SIGKILL and len(names(tmp_path)) == 2
-    put(tmp_path / "out")
-    assert names(tmp_path) == ["out"]
 
 
 def test_leftovers_without_delete_permission_do_not_block_writers(tmp_path, monkeypatch, caplog):

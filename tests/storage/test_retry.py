@@ -13,7 +13,7 @@ from ckptkit.errors import StorageError
 from ckptkit.storage import retry
 from ckptkit.storage.objects import RemoteStore
 from ckptkit.storage.pool import WorkerPool
-from ckptkit.storage.retry import patient, words_of
+from ckptkit.storage.retry import patient
 from tests.storage.proxy import PASS, Proxy, always, nth
 
 LONG_S = 1000.0  # longer than a test may take
@@ -89,8 +89,3 @@ def test_the_environment_sets_all_timeouts(monkeypatch):
     assert retry.timeout_s() == 120 and retry.timeout_s(retry.BACKGROUND_S) == 600
     monkeypatch.setenv("CKPTKIT_STORAGE_TIMEOUT", "7s")
     assert retry.timeout_s() == retry.timeout_s(retry.BACKGROUND_S) == 7
-
-
-@pytest.mark.parametrize("error", [OSError(None), OSError(5, None), OSError(), OSError(5, "")])
-def test_an_error_without_a_message_gets_a_description(error):
-    assert words_of(error) == "OSError without a message"
