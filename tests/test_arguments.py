@@ -205,19 +205,6 @@ def test_a_wrong_argument_raises_at_once_and_writes_nothing(tmp_path, monkeypatc
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("call", [
-    lambda: manager(retension=RetentionPolicy()),
-    lambda: TrainState(modle=MODEL),
-    lambda: save(1, state(), metric={}),
-    lambda: trainer(retension=RetentionPolicy()),
-    lambda: titan({}, retension=None),
-], ids=["manager", "state", "save", "trainer", "torchtitan"])  # fmt: skip
-def test_an_error_names_a_misspelt_keyword(tmp_path, monkeypatch, call):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(TypeError, match=r"unexpected keyword argument '(retension|modle|metric)'"):
-        call()
-
-
 def test_path_objects_are_accepted_like_strings(tmp_path):
     with CheckpointManager(tmp_path) as made:
         made.save(1, state())

@@ -23,41 +23,14 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-
-class Block(nn.Module):
-    def __init__(self, width: int, hidden: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up = nn.Linear(width, hidden)
-        self.down = nn.Linear(hidden, width, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.relu(self.up(self.norm(x))))
+from tests.fsdp.models import TinyLM
 
 
-class Net(nn.Module):
-    """A small model of uneven sizes, with an integer buffer and optionally a tied head."""
-
-    def __init__(self, *, tied: bool = False, width: int = 6, hidden: int = 10) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(11, width)
-        self.layers = nn.ModuleList([Block(width, hidden) for _ in range(2)])
-        self.head = nn.Linear(width, 11, bias=False)
-        self.register_buffer("steps", torch.arange(3))
-        if tied:
-            self.head.weight = self.embed.weight
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = self.embed(x)
-        for layer in self.layers:
-            h = layer(h)
-        return self.head(h)
-
-
-def net(*, tied: bool = False, dtype: torch.dtype = torch.float32) -> Net:
+def net(*, tied: bool = False, dtype: torch.dtype = torch.float32) -> TinyLM:
+    """Return a small model of uneven sizes, with an integer buffer and optionally a tied head."""
     torch.manual_seed(7)
-    model = Net(tied=tied).to(dtype)
-    model.steps = torch.arange(3)
+    model = TinyLM(tied).to(dtype)
+    model.register_buffer("steps", torch.arange(3))
     return model
 
 
@@ -92,7 +65,7 @@ def decay_groups(model: nn.Module) -> list[dict[str, Any]]:
     ]
 
 
-def sharded(kind: str, *, tied: bool = False, dtype: torch.dtype = torch.float32) -> Net:
+def sharded(kind: str, *, tied: bool = False, dtype: torch.dtype = torch.float32) -> TinyLM:
     """Return a model under FSDP2: 1-D, HSDP, or on top of tensor parallelism."""
     model, world = net(tied=tied, dtype=dtype), dist.get_world_size()
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("fsdp",))
@@ -106,7 +79,7 @@ def sharded(kind: str, *, tied: bool = False, dtype: torch.dtype = torch.float32
     return _wrapped(model, mesh)
 
 
-def _wrapped(model: Net, mesh: Any) -> Net:
+def _wrapped(model: TinyLM, mesh: Any) -> TinyLM:
     for layer in model.layers:
         fully_shard(layer, mesh=mesh)
     return fully_shard(model, mesh=mesh)
@@ -197,7 +170,7 @@ def write_dcp(out: str, layout: str) -> dict[str, Any]:
     return {"model": whole(state), "moments": moments(model, optimizer)}
 
 
-def _fsdp1(model: Net, **options: Any) -> Any:
+def _fsdp1(model: TinyLM, **options: Any) -> Any:
     """Wrap each layer and the model in FSDP1."""
     warnings.simplefilter("ignore")
     options["device_id"] = torch.device("cpu")

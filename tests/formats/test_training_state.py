@@ -15,7 +15,7 @@ from ckptkit.formats.detect import open_source
 from ckptkit.formats.pickles.objects import TensorValue
 from ckptkit.formats.training_state import TrainingState, extra_keys, read_training_state
 from tests.formats.readback import tensor_bytes
-from tests.test_package import modules_after
+from tests.lazy import modules_after
 
 
 def parts_of(saved: dict[str, Any], tmp_path: Any, **options: Any) -> TrainingState:
