@@ -1,8 +1,10 @@
 """Integrates Lightning: provides strategies for FSDP2, a CheckpointIO for other strategies, and a ModelCheckpoint.
 
-from ckptkit.integrations.lightning import FSDP2Strategy, ManagedCheckpoint
-trainer = Trainer(strategy=FSDP2Strategy(), callbacks=[ManagedCheckpoint(dirpath=..., monitor="val_loss")])
-fabric = Fabric(strategy="fsdp2")
+    from ckptkit.integrations.lightning import FSDP2Strategy, ManagedCheckpoint
+    trainer = Trainer(strategy=FSDP2Strategy(), callbacks=[ManagedCheckpoint(dirpath=..., monitor="val_loss")])
+    fabric = Fabric(strategy="fsdp2")
+
+The import registers the name "fsdp2" for Trainer and Fabric.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from ckptkit.catalog.entry import Role
 from ckptkit.checkpoint.mapping import Checkpoint, open_checkpoint
 from ckptkit.checkpoint.retention import RetentionPolicy
 from ckptkit.checkpoint.state.train_state import TrainState
+from ckptkit.errors import UsageError
 from ckptkit.integrations.lightning_state import (
     LightningCheckpoints,
     StateView,
@@ -32,8 +33,8 @@ class CkptkitCheckpointIO(CheckpointIO):  # type: ignore[misc]  # Lightning's ty
     `ManagedCheckpoint` instead.
 
     Args:
-        retention: The policy by which the checkpoints in a directory are rotated. Lightning also removes checkpoints
-            itself.
+        retention: The policy by which the checkpoints in a directory are rotated. It cannot have `keep_best`, because
+            Lightning passes no metrics to a CheckpointIO. Lightning also removes checkpoints itself.
         state_dict_type: "full" (the model in safetensors files) or "sharded" (DCP).
         storage_options: Passed to fsspec.
     """
@@ -45,6 +46,11 @@ class CkptkitCheckpointIO(CheckpointIO):  # type: ignore[misc]  # Lightning's ty
         state_dict_type: str = "full",
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
+        if retention is not None and retention.keep_best is not None:
+            raise UsageError(
+                "CkptkitCheckpointIO: keep_best compares metrics, but Lightning passes none to a CheckpointIO. "
+                "Use the callback ManagedCheckpoint."
+            )
         self._retention = retention
         self._state_dict_type = state_dict_type
         self._storage_options = storage_options

@@ -113,7 +113,10 @@ _REFUSED = {
 class TorchtitanCheckpointer(_Base):  # type: ignore[misc,valid-type]  # torchtitan's class, if there is one
     """Replaces torchtitan's CheckpointManager: `save`, `load`, `maybe_wait_for_staging`, `close`.
 
-    If torchtitan has a `BaseCheckpointManager` (0.3 and later), this class derives from it and has a nested `Config`.
+    If torchtitan has a `BaseCheckpointManager` (0.3 and later), this class derives from it and has a nested `Config`
+    with torchtitan's fields, and with `url`, `state_dict_type` and `storage_options`:
+    `config.checkpoint = TorchtitanCheckpointer.Config(enable=True, url="s3://bucket/run")`. To resume from torchtitan's
+    own checkpoints, set `initial_load_path`.
 
     The constructor takes the same arguments as torchtitan's class: `(config, *, dataloader, model_parts, ...)` since
     0.3, and `(dataloader, model_parts, optimizers, lr_schedulers, states, checkpoint_config, sd_adapter, ...)` in
@@ -124,11 +127,12 @@ class TorchtitanCheckpointer(_Base):  # type: ignore[misc,valid-type]  # torchti
             stages), optimizers, lr_schedulers, states, base_folder (the trainer's dump_folder) and the config, a
             `[checkpoint]` section. sd_adapter is ignored. To export, use `ckptkit convert`.
         url: The root of the run. Default: the config's `url`, or else base_folder/folder.
-        options: Passed to `CheckpointManager`: `retention` (replaces `keep_latest_k`), `storage_options`, ...
+        options: Passed to `CheckpointManager`: `retention` (replaces `keep_latest_k`; without `keep_best`),
+            `storage_options`, ...
 
     Raises:
         UsageError: The config contains an unknown field, or uses an unsupported feature: a Hugging Face format, an
-            `export_dtype` that casts, or torchft.
+            `export_dtype` that casts, or torchft. Or `retention` has `keep_best`, but torchtitan passes no metrics.
     """
 
     if hasattr(_Base, "Config"):
@@ -193,6 +197,7 @@ class TorchtitanCheckpointer(_Base):  # type: ignore[misc,valid-type]  # torchti
         self.keep_latest_k = _int(config, "keep_latest_k", 0, least=0)
         self.save_future: Any = None
         options.setdefault("retention", RetentionPolicy(max_num=self.keep_latest_k) if self.keep_latest_k else None)
+        _check_policy(options["retention"])
         options.setdefault("storage_options", _of(config, "storage_options", None) or None)
         options.setdefault("state_dict_type", _of(config, "state_dict_type", StateDictType.SHARDED))
         self.manager = CheckpointManager(self.folder, **options)
@@ -385,6 +390,14 @@ class _States(MutableMapping[Any, Any]):
 
     def __len__(self) -> int:
         return sum(len(optimizer.state) for optimizer in self._optimizers)
+
+
+def _check_policy(policy: Any) -> None:
+    if isinstance(policy, RetentionPolicy) and policy.keep_best is not None:
+        raise UsageError(
+            "TorchtitanCheckpointer: keep_best compares metrics, but torchtitan passes none to a checkpointer. "
+            "Use max_num, max_mem, keep_every or keep_daily."
+        )
 
 
 def _check(config: Any, ft_manager: Any) -> None:

@@ -36,8 +36,10 @@ from ckptkit.formats.own.record import checkpoint_name
 class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers' types are not followed
     """Saves model, optimizer, scheduler, random state and the Trainer's own state. Resumes from the newest checkpoint.
 
-    Saves when the Trainer would save (`save_strategy`). If `save_steps` is set, also saves every `save_steps` steps.
-    `save_total_limit` and `load_best_model_at_end` keep their meaning.
+    Call `attach(trainer)` before `trainer.train()`. Saves when the Trainer would save (`save_strategy`). If
+    `save_steps` is set, also saves every `save_steps` steps. The metrics of an evaluation at the same step are stored,
+    for example for `keep_best=("eval_loss", "min")`. `save_total_limit` and `load_best_model_at_end` keep their
+    meaning.
 
     At the start of training, loads the newest committed checkpoint, on any number of ranks. If `url` has no committed
     checkpoint, loads the newest checkpoint that a Trainer saved there. The Trainer then skips the batches already seen,
@@ -188,7 +190,8 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers
         state = self._managed().run_on_all(collect, "collecting the Trainer's state")
         save = self._managed().save_async if self.background else self._managed().save
         step = trainer.state.global_step
-        save(step, state, metrics=self._metrics if self._evaluated == step else None)
+        # Without an evaluation, the metrics are empty, not None: with `keep_best`, None would be refused.
+        save(step, state, metrics=self._metrics if self._evaluated == step else {})
 
     def _load(self, path: Any) -> None:
         """Restore model, optimizer, scheduler and random state, once the Trainer has created them."""

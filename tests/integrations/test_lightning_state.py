@@ -12,7 +12,7 @@ from torch import nn
 
 from ckptkit.checkpoint.manager import CheckpointManager
 from ckptkit.checkpoint.retention import RetentionPolicy
-from ckptkit.errors import CheckpointMismatchError
+from ckptkit.errors import CheckpointMismatchError, UsageError
 from ckptkit.integrations import lightning_state
 from ckptkit.integrations.lightning_full import scatter_model
 from ckptkit.storage import open_store
@@ -86,6 +86,14 @@ def test_managed_checkpoint_needs_a_monitor_or_a_policy_to_keep_several():
     assert ManagedCheckpoint(retention=RetentionPolicy(max_num=3)).retention == RetentionPolicy(max_num=3)
     best = ManagedCheckpoint(save_top_k=3, monitor="loss").retention
     assert best == RetentionPolicy(max_num=1, keep_best=("loss", "min", 3))
+
+
+def test_a_policy_that_compares_metrics_is_refused_in_a_checkpoint_io():
+    pytest.importorskip("lightning")  # here, because it takes seconds
+    from ckptkit.integrations.lightning_io import CkptkitCheckpointIO
+
+    with pytest.raises(UsageError, match="Use the callback ManagedCheckpoint"):
+        CkptkitCheckpointIO(retention=RetentionPolicy(max_num=2, keep_best=("val_loss", "min")))
 
 
 # --- whole tensors of rank 0 loaded into live models, as for a CheckpointIO

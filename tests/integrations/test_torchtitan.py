@@ -151,6 +151,11 @@ def test_an_unsupported_option_is_refused_by_name(tmp_path, field):
         newest(tmp_path, **{field: REFUSED[field]})
 
 
+def test_a_policy_that_compares_metrics_is_refused(tmp_path):
+    with pytest.raises(UsageError, match="keep_best compares metrics"):
+        saved(tmp_path, 1, {"retention": RetentionPolicy(keep_best=("loss", "min"))})
+
+
 def test_every_field_of_the_config_has_a_test():
     tried = {*SAVES, *REFUSED, "keep_latest_k", "load_step", "create_seed_checkpoint", "folder"}
     tried |= {"initial_load_path", "initial_load_model_only"}

@@ -147,6 +147,12 @@ def test_a_step_is_saved_with_metrics_only_if_it_was_evaluated(tmp_path):
         assert [record.step for record in manager.list() if record.metrics] == [2, 4, 6, 8]
 
 
+def test_a_save_between_two_evaluations_does_not_need_the_metric_of_keep_best(tmp_path):
+    policy = RetentionPolicy(max_num=1, keep_best=("eval_loss", "min"))
+    evaluated(tmp_path, integration.CheckpointCallback(tmp_path / "run", save_steps=1, retention=policy), max_steps=3)
+    assert steps_in(tmp_path / "run") == [2, 3]
+
+
 def test_a_retention_that_would_delete_the_best_model_is_refused(tmp_path):
     callback = integration.CheckpointCallback(tmp_path / "run", retention=RetentionPolicy(max_num=2))
     with pytest.raises(UsageError, match=r"keep_best=\('eval_loss', 'min', 1\)"):
