@@ -51,7 +51,7 @@ class WrapPolicy(str, enum.Enum):
     # modules of the classes in `transformer_layer_cls`, by default those in the model's `_no_split_modules` and in
     # `units.DEFAULT_CLASSES`; if the model has no such modules, the same as BLOCKS
     AUTO = "AUTO"
-    TRANSFORMER_BASED_WRAP = "TRANSFORMER_BASED_WRAP"  # modules of the classes in `transformer_layer_cls`
+    TRANSFORMER_BASED_WRAP = "TRANSFORMER_BASED_WRAP"  # like AUTO, but raises if the model has no such modules
     SIZE_BASED_WRAP = "SIZE_BASED_WRAP"  # modules that have at least `min_num_params` parameters of their own
     BLOCKS = "BLOCKS"  # every element of every outermost ModuleList
     NO_WRAP = "NO_WRAP"  # the whole model is one unit
@@ -79,7 +79,12 @@ class FSDPConfig:
     """Whether to wrap models. False returns models unchanged."""
 
     sharding_strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD
-    """What is sharded, and whether parameters are freed after forward."""
+    """What is sharded, and whether parameters are freed after forward.
+
+    "FULL_SHARD" frees parameters after forward; "SHARD_GRAD_OP" keeps them until backward is done. "HYBRID_SHARD" and
+    "HYBRID_SHARD_ZERO2" do the same, with several copies of the parameters (see `replicate`). "NO_SHARD" keeps the full
+    model on every rank.
+    """
 
     replicate: Size = "auto"
     """Number of copies of the parameters. Each copy has its own group of ranks.
@@ -153,7 +158,8 @@ class FSDPConfig:
     """
 
     backward_prefetch: BackwardPrefetch | int = BackwardPrefetch.BACKWARD_PRE
-    """When backward gathers the next unit. A number prefetches that many units."""
+    """When backward gathers the next unit: "BACKWARD_PRE" (before the current unit computes) or "NO_PREFETCH" (when it
+    is needed, which needs the least memory). A number prefetches that many units."""
 
     forward_prefetch: bool | int = False
     """True prefetches the next unit during forward. A number prefetches that many units."""
@@ -162,13 +168,23 @@ class FSDPConfig:
     """The state-dict type that `save_ckpt` writes."""
 
     auto_wrap_policy: WrapPolicy = WrapPolicy.AUTO
-    """The way to choose the modules that become units."""
+    """The way to choose the modules that become units. A unit's parameters are gathered and freed together.
+
+    "AUTO" and "TRANSFORMER_BASED_WRAP" choose the modules of the classes in `transformer_layer_cls`, by default those
+    in the model's `_no_split_modules` and in a list of known classes. If the model has no such modules, "AUTO" is the
+    same as "BLOCKS", and "TRANSFORMER_BASED_WRAP" raises. "BLOCKS" chooses every element of every outermost ModuleList.
+    "SIZE_BASED_WRAP" chooses modules that have at least `min_num_params` parameters of their own. With "NO_WRAP", the
+    whole model is one unit.
+    """
 
     min_num_params: int = 100_000
-    """The minimum number of parameters in a unit, for SIZE_BASED_WRAP."""
+    """The minimum number of parameters in a unit, for "SIZE_BASED_WRAP"."""
 
     transformer_layer_cls: tuple[str, ...] = ()
-    """The short or dotted names of classes to wrap, for TRANSFORMER_BASED_WRAP. A comma-separated string is split."""
+    """The short or dotted names of classes to wrap, for "TRANSFORMER_BASED_WRAP" and "AUTO".
+
+    A comma-separated string is split.
+    """
 
     exclude: tuple[str, ...] = ()
     """Class names or FQN globs. Matching modules and their children never become units."""

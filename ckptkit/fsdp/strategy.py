@@ -291,8 +291,9 @@ class FSDPStrategy:
             shard_size: Number of ranks that share one copy of the model. -1 means all ranks, "auto" chooses by the
                 model's size, and None uses the configuration.
             reshard_after_forward: Overrides the configuration.
-            policy: Chooses the modules that become units. Overrides the configuration.
-            tp_plan: A mapping from module globs to tensor-parallel styles.
+            policy: A function that takes the model and returns the names of the modules that become units. Overrides
+                the configuration.
+            tp_plan: A mapping from module globs to tensor-parallel styles (default: the model's own plan).
             ignored_params: Parameters that FSDP ignores, in addition to those that the configuration names.
             shard_placement_fn: A function that takes a parameter and returns the dimension to shard, for example
                 `Shard(1)`, or None for `Shard(0)`.

@@ -81,7 +81,8 @@ def shard(
         config: The settings for sharding (default: `FSDPConfig()`).
         mesh: The ranks to shard over. The default is all ranks, arranged by `config`. A plain DeviceMesh is used as the
             data-parallel mesh.
-        policy: Chooses the modules that become units (see `units`). Overrides the policy in `config`.
+        policy: A function that takes the model and returns the names of the modules that become units. Overrides the
+            policy in `config`.
         tp_plan: A mapping from module globs to tensor-parallel styles (default: the model's own plan).
         ignored_params: Parameters that FSDP ignores, in addition to those that `config.ignored_params` names.
         shard_placement_fn: A function that takes a parameter and returns the dimension to shard, for example
