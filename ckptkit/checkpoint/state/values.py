@@ -35,7 +35,11 @@ if TYPE_CHECKING:
 JSON = Any  # None | bool | int | float | str | list[JSON] | dict[str, JSON]
 
 INLINE_BYTES = 1024
-"""Plain tensors of up to this many bytes are stored in the JSON; larger ones are separate tensors in the checkpoint."""
+"""Plain tensors of up to this many bytes are stored in the JSON; larger ones are separate tensors in the checkpoint.
+
+If a dict or list has a larger tensor, its small tensors are separate tensors, too. So the state dict of an EMA model
+can be exported, although its biases are small.
+"""
 
 _MAX_DEPTH = 200
 _MAX_BITS = 14_283  # integers of at most 4,300 digits, which is Python's limit for reading and writing JSON
@@ -62,7 +66,7 @@ class _Encoder:
         # DTensors.
         self._dtensor = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
 
-    def encode(self, value: Any, path: str, depth: int) -> JSON:
+    def encode(self, value: Any, path: str, depth: int, *, inline: bool = True) -> JSON:
         if depth > _MAX_DEPTH:
             raise SaveError(f"{path[:200]}: nested more than {_MAX_DEPTH} deep, or contains itself.")
         kind = type(value)
@@ -76,22 +80,26 @@ class _Encoder:
             return value if math.isfinite(value) else {"$float": repr(value)}
         if kind in _CONTAINERS:
             return self._container(value, path, depth)
-        return self._leaf(value, path, depth)
+        return self._leaf(value, path, inline=inline)
 
     def _container(self, value: Any, path: str, depth: int) -> JSON:
         kind = type(value)
+        inline = not any(map(_is_large, value.values() if kind in _DICTS else value))
         if kind in _DICTS:
             plain = kind is dict and _STRINGS.issuperset(map(type, value))
             plain = plain and not any(map(str.startswith, value, itertools.repeat("$")))
             if plain:
-                return {key: self.encode(item, f"{path}.{key}", depth + 1) for key, item in value.items()}
+                return {k: self.encode(item, f"{path}.{k}", depth + 1, inline=inline) for k, item in value.items()}
             if any(hasattr(key, "untyped_storage") for key in value):
                 raise SaveError(
                     f"{path}: a dict has tensors as keys. A load creates new tensors, so nothing would be found under "
                     "them. Use names as keys."
                 )
             pairs = [
-                [self.encode(key, f"{path}.<key>", depth + 1), self.encode(item, f"{path}.{key}", depth + 1)]
+                [
+                    self.encode(key, f"{path}.<key>", depth + 1),
+                    self.encode(item, f"{path}.{key}", depth + 1, inline=inline),
+                ]
                 for key, item in value.items()
             ]
             if kind is collections.defaultdict:
@@ -102,15 +110,15 @@ class _Encoder:
         if _WORDS.issuperset(map(type, value)):
             items = [_number(item, path) if type(item) is int else item for item in value]
         else:
-            items = [self.encode(item, f"{path}.{i}", depth + 1) for i, item in enumerate(value)]
+            items = [self.encode(item, f"{path}.{i}", depth + 1, inline=inline) for i, item in enumerate(value)]
         return items if kind is list else {"$tuple": items}
 
-    def _leaf(self, value: Any, path: str, depth: int) -> JSON:
+    def _leaf(self, value: Any, path: str, *, inline: bool) -> JSON:
         import numpy as np
         import torch
 
         if isinstance(value, torch.Tensor):
-            return self._tensor(value, path)
+            return self._tensor(value, path, inline=inline)
         if type(value) is np.ndarray and _is_torchs(value):  # not subclasses, which may have a mask, for example
             return {"$ndarray": self._tensor(torch.from_numpy(np.array(value, order="C")), path)}
         if isinstance(value, np.generic) and _is_torchs(value):
@@ -125,7 +133,7 @@ class _Encoder:
             return {"$size": list(value)}
         return _torch_save(value, path)
 
-    def _tensor(self, value: torch.Tensor, path: str) -> JSON:
+    def _tensor(self, value: torch.Tensor, path: str, *, inline: bool = True) -> JSON:
         import torch
         from torch.distributed.tensor import DTensor
 
@@ -140,9 +148,9 @@ class _Encoder:
                 "loaded as a plain torch.Tensor. Save value.as_subclass(torch.Tensor) instead."
             )
         if is_more(value):
-            return described(value, self._tensor(value.detach(), path), path)
+            return described(value, self._tensor(value.detach(), path, inline=inline), path)
         order = order_of(value) if plain else None
-        if plain and value.numel() * value.element_size() <= INLINE_BYTES:
+        if plain and inline and not _is_large(value):
             raw = row_major(value).to("cpu").reshape(-1).view(torch.uint8).numpy().tobytes()
             fields = {"dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape)}
             tree = {"$tensor": {**fields, "data": base64.b64encode(raw).decode()}}
@@ -158,6 +166,10 @@ class _Encoder:
             key = f"{path}~{again}"
         self._tensors[key] = value
         return {"$ref": key}
+
+
+def _is_large(value: Any) -> bool:
+    return hasattr(value, "untyped_storage") and value.numel() * value.element_size() > INLINE_BYTES
 
 
 def described(value: torch.Tensor, tree: JSON, path: str) -> JSON:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 from ckptkit.catalog.entry import Catalog, Role, TensorEntry
 from ckptkit.errors import CheckpointMismatchError, CheckpointNotFoundError, UnsupportedFormatError, UsageError
@@ -86,7 +86,9 @@ def _named(
             f"{list(model[name].shape)} in the model."
         )
     missing = [name for name in model if name not in chosen]
-    inline = [name for name in missing if _is_inline(catalog, front, name)]
+    holder = catalog.objects.get(front.removesuffix("."))
+    values = tuple(_inline_names(holder.value)) if holder is not None and holder.encoding == "value" else ()
+    inline = [name for name in missing if any(value.endswith(f".{name}") for value in values)]
     if inline:
         raise UnsupportedFormatError(
             f"--weights ema: {first_few(inline, 3)}: averaged tensors are so small that they are "
@@ -109,9 +111,15 @@ def _variants(model: Mapping[str, TensorEntry]) -> list[dict[str, str]]:
     return [whole, inner] if len(inner) == len(whole) else [whole]
 
 
-def _is_inline(catalog: Catalog, front: str, name: str) -> bool:
-    """Return whether the average of the tensor `name` is stored as a value inside the object that contains the EMA."""
-    holder = catalog.objects.get(front.removesuffix("."))
-    if holder is None or holder.encoding != "value":
-        return False
-    return re.search(rf'"(?:[\w]+\.)*{re.escape(name)}"[:,] \{{"\$tensor"', json.dumps(holder.value)) is not None
+def _inline_names(tree: Any, name: str = "") -> Iterator[str]:
+    """Yield the name of each tensor that is stored as a value inside an object's JSON (see `state/values`)."""
+    if isinstance(tree, list):
+        for item in tree:
+            yield from _inline_names(item, name)
+    elif isinstance(tree, dict):
+        if "$tensor" in tree:
+            yield name
+        for key, item in tree.items():
+            pairs = item if key in ("$dict", "$ordered") else [[key, item]]
+            for inner, value in pairs:
+                yield from _inline_names(value, name if str(inner).startswith("$") else f"{name}.{inner}")
