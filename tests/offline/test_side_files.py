@@ -32,13 +32,16 @@ def saved(url, models, state_dict_type="sharded"):
 
 
 @pytest.mark.parametrize("state_dict_type", ["sharded", "full"])
-@pytest.mark.parametrize("resharded", [False, True])
+@pytest.mark.parametrize("form", ["saved", "resharded", "dcp"])
 @pytest.mark.parametrize("where", ["disk", "memory"])  # an object store has the data of a step in a folder
-def test_an_export_of_one_of_several_models_has_this_model_s_config(tmp_path, state_dict_type, resharded, where):
+def test_an_export_of_one_of_several_models_has_this_model_s_config(tmp_path, state_dict_type, form, where):
     root = str(tmp_path / "run") if where == "disk" else f"memory://{tmp_path.name}"
     source = saved(root, {"actor": model(layers=1), "critic": model(layers=2)}, state_dict_type)
-    if resharded:
+    if form == "resharded":
         source = reshard(source, str(tmp_path / "resharded"), world_size=2).dst
+    if form == "dcp":
+        convert(source, str(tmp_path / "dcp"), to="dcp", include=["*"])
+        source = str(tmp_path / "dcp")
     for name, layers in {"actor": 1, "critic": 2}.items():
         out = tmp_path / name
         convert(source, str(out), strip_prefix=name)
@@ -56,6 +59,21 @@ def test_a_reshard_keeps_the_adapter_s_config(tmp_path, several):
     reshard(source, str(tmp_path / "resharded"), world_size=2)
     convert(str(tmp_path / "resharded"), str(tmp_path / "out"), strip_prefix="actor" if several else None)
     assert peft.LoraConfig.from_pretrained(tmp_path / "out").r == 2
+
+
+@pytest.mark.parametrize("form", ["saved", "dcp", "resharded", "resharded dcp"])
+def test_each_of_several_adapters_has_its_own_config(tmp_path, form):
+    both = model(rank=2)
+    both.add_adapter("other", peft.LoraConfig(r=2, lora_alpha=64, task_type="CAUSAL_LM"))
+    source = saved(str(tmp_path / "run"), both)
+    if "dcp" in form:
+        convert(source, str(tmp_path / "dcp"), to="dcp")
+        source = str(tmp_path / "dcp")
+    if "resharded" in form:
+        source = reshard(source, str(tmp_path / "resharded"), world_size=2).dst
+    for name, other, alpha in (("default", "other", 8), ("other", "default", 64)):
+        convert(source, str(tmp_path / name), exclude=[f"*.{other}.*"])
+        assert peft.LoraConfig.from_pretrained(tmp_path / name).lora_alpha == alpha
 
 
 @pytest.mark.parametrize("to", ["dcp", "torch", "local", "resharded"])

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckptkit.catalog.dtypes import from_safetensors
-from ckptkit.catalog.entry import Catalog
+from ckptkit.catalog.entry import Catalog, Role
 from ckptkit.errors import CheckpointNotFoundError, CorruptCheckpointError, UnsafePathError, UnsupportedFormatError
 from ckptkit.formats.hf import safetensors
 from ckptkit.formats.hf.side_files import find_side_files
@@ -27,6 +27,7 @@ _WEIGHTS = re.compile(
 _REPO = re.compile(r"[\w.-]+(?:/[\w.-]+)?(?:@[\w./-]+)?")
 _REPO_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "LICENSE*", "LICENCE*", "NOTICE*", "*.py")
 _DTYPE_KEYS = ("dtype", "torch_dtype")
+_ADAPTER = re.compile(r"\.lora_(?:embedding_)?[AB]\.(?!weight$)([^.]+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,7 @@ class BaseModel:
         adapter_config: Contents of adapter_config.json or peft_config.json. None if neither file exists.
         repo: The repo id, if --base is a repo.
         notes: Notes for the user on omitted files.
+        folders: Files of one of several models or adapters, by names such as "actor/config.json".
     """
 
     where: str
@@ -58,6 +60,7 @@ class BaseModel:
     adapter_config: Mapping[str, Any] | None = None
     repo: str | None = None
     notes: tuple[str, ...] = ()
+    folders: Mapping[str, bytes] = field(default_factory=dict)
 
     def over(self, other: BaseModel) -> BaseModel:
         """Return this base, completed with files from `other`.
@@ -72,13 +75,19 @@ class BaseModel:
             self.adapter_config if self.adapter_config is not None else other.adapter_config,
             self.repo,
             (*self.notes, *other.notes),
+            {**other.folders, **self.folders},
         )
+
+    def config_of_adapter(self, name: str) -> Mapping[str, Any] | None:
+        """Return the config of one of several adapters. An adapter without a folder of its own has `adapter_config`."""
+        path = f"{name}/adapter_config.json"
+        return _json_object(self.folders[path], path) if path in self.folders else self.adapter_config
 
     def contents(self) -> dict[str, bytes]:
         """Return the contents of the small files by name, including config.json and adapter_config.json."""
         configs = {"config.json": self.config, "adapter_config.json": self.adapter_config}
         written = {n: f"{json.dumps(dict(c), indent=2)}\n".encode() for n, c in configs.items() if c is not None}
-        return {**self.files, **written}
+        return {**self.files, **self.folders, **written}
 
 
 def open_base(base: str, *, storage_options: Mapping[str, Any] | None = None) -> BaseModel:
@@ -99,45 +108,51 @@ def open_base(base: str, *, storage_options: Mapping[str, Any] | None = None) ->
     return _read_directory(open_store(base, storage_options=storage_options), base)
 
 
-def side_file_names(store: Store, catalog: Catalog) -> dict[str, str]:
+def side_file_names(store: Store, catalog: Catalog) -> tuple[dict[str, str], dict[str, str]]:
     """Return the paths of the checkpoint's own side files (config.json, tokenizer...), each with its name in a copy.
 
     The checkpoint's reader lists these files (for verl, the files in `huggingface/`). In a plain DCP directory, the
-    files are next to `.metadata`. The files of one of several models have the names "<model>/config.json" etc.
+    files are next to `.metadata`.
+
+    Returns:
+        (files of the checkpoint, files of one of several models or adapters, which are in a folder with its name).
     """
     info = catalog.info
-    paths = info.side_files
-    if not paths and info.format == "dcp":
-        paths = find_side_files(store).carried
-    return {path: _export_name(path) for path in paths} | {path: name for name, path in info.model_files.items()}
+    paths, folders = info.side_files, set[str]()
+    if info.format == "dcp":
+        paths = paths or find_side_files(store).carried
+        fqns = [entry.fqn for entry in catalog.by_role(Role.MODEL).values()]
+        folders = {fqn.partition(".")[0] for fqn in fqns} | {m[1] for fqn in fqns if (m := _ADAPTER.search(fqn))}
+        folders &= {entry.path for entry in store.list() if entry.kind == "directory"}
+    inner = [path for folder in sorted(folders) for path in find_side_files(store, folder).carried]
+    in_folders = {path: name for name, path in info.model_files.items()} | dict(zip(inner, inner, strict=True))
+    return {path: _export_name(path) for path in paths}, in_folders
 
 
 def beside_source(store: Store, catalog: Catalog, prefix: str | None = None) -> BaseModel:
     """Return the contents of the checkpoint's own side files.
 
     Args:
-        prefix: The prefix of the names of the chosen tensors. If it is the name of one of several models, files of this
-            model take precedence. Files of other models are left out.
+        prefix: The prefix of the names of the chosen tensors. If it is the name of one of several models, this model's
+            files take precedence, and the files of other models are left out.
     """
     notes: list[str] = []
     contents: dict[str, bytes] = {}
+    names, in_folders = side_file_names(store, catalog)
     model = f"{(prefix or '').partition('.')[0]}/"
-    others = catalog.info.model_files.values()
-    names = {
-        path: name.removeprefix(model)
-        for path, name in side_file_names(store, catalog).items()
-        if path not in others or name.startswith(model)
-    }
-    first = sorted(names, key=lambda path: path not in others)
-    for path, data in read_side_files(store, first, notes).items():
+    if chosen := {path: name.removeprefix(model) for path, name in in_folders.items() if name.startswith(model)}:
+        names = {path: name for path, name in chosen.items() if "/" not in name} | names
+        in_folders = {path: name for path, name in chosen.items() if "/" in name}
+    for path, data in read_side_files(store, names, notes).items():
         contents.setdefault(names[path], data)
+    folders = {in_folders[path]: data for path, data in read_side_files(store, in_folders, notes).items()}
     config = _json_object(contents.pop("config.json", None), "config.json")
     adapter = next(
         (_json_object(contents.pop(n), n) for n in ("adapter_config.json", "peft_config.json") if n in contents), None
     )
     if adapter is None:
         adapter = _adapter_config(store, notes)
-    return BaseModel("its own config", config, contents, {}, adapter, None, tuple(notes))
+    return BaseModel("its own config", config, contents, {}, adapter, None, tuple(notes), folders)
 
 
 def export_config(

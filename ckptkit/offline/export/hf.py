@@ -262,7 +262,7 @@ def _model_tensors(
         from ckptkit.offline.export.adapter_merge import adapter_changes
         from ckptkit.offline.export.adapters import adapter_config
 
-        config = adapter_config(_adapter_source(draft), split, base=draft.base.repo)
+        config = adapter_config(_adapter_source(draft, split), split, base=draft.base.repo)
         changes = adapter_changes(split, config, model_type=_model_type(draft.base.config))
         draft.targets = {**split.base, **{name: replace(t, name=name) for name, t in split.saved.items()}}
         for pair in split.pairs.values():
@@ -405,7 +405,7 @@ def _model_type(config: Mapping[str, Any] | None) -> str | None:
 def _adapter_tensors(draft: _Draft, split: AdapterSplit) -> dict[str, OutputTensor]:
     from ckptkit.offline.export.adapters import adapter_config, export_adapter, named_base, repo_of, without_base
 
-    given = _adapter_source(draft)
+    given = _adapter_source(draft, split)
     config = adapter_config(given, split, base=draft.base.repo)
     made, notes = export_adapter(split, config, alone=without_base(draft.catalog.by_role(Role.MODEL)))
     draft.notes += [*notes, *named_base(given or {}, config)]
@@ -656,9 +656,9 @@ def _small_files(draft: _Draft, config: Mapping[str, Any] | None, kind: str) -> 
     return files
 
 
-def _adapter_source(draft: _Draft) -> Mapping[str, Any] | None:
+def _adapter_source(draft: _Draft, split: AdapterSplit) -> Mapping[str, Any] | None:
     given = draft.options.adapter_config
-    return given if given is not None else draft.base.adapter_config
+    return given if given is not None else draft.base.config_of_adapter(split.names[0])
 
 
 def _json(value: Mapping[str, Any]) -> bytes:

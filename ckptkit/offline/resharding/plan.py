@@ -135,7 +135,8 @@ def plan_reshard(
     aliases = catalog.info.extra.get("aliases")
     if aliases and type != "sharded" and catalog.info.format.startswith("ckptkit-"):
         extra["aliases"] = aliases
-    names = side_file_names(store, catalog)
+    shared, in_folders = side_file_names(store, catalog)
+    names = shared | in_folders
     side = {names[path]: data for path, data in read_side_files(store, names, own.notes).items()}
     base = beside_source(store, catalog)
     if base.adapter_config and "adapter_config.json" not in side and any(".lora_" in name for name in catalog.tensors):
