@@ -172,9 +172,12 @@ def prepared(
     return strategy, model, strategy.create_optimizer(model, lr=lr, weight_decay=weight_decay, factory=factory)
 
 
-def step(strategy: FSDPStrategy, model: nn.Module, optimizer: torch.optim.Optimizer, index: int = 0) -> bool:
+def step(
+    strategy: FSDPStrategy, model: nn.Module, optimizer: torch.optim.Optimizer, index: int = 0, factor: float = 1.0,
+    *, device: str = "cpu",
+) -> bool:  # fmt: skip
     """Run forward and backward on the whole batch of a step; return whether the optimizer stepped."""
-    strategy.backward(loss_of(model, batch(index)), model, optimizer)
+    strategy.backward(loss_of(model, batch(index).to(device)) * factor, model, optimizer)
     return strategy.optimizer_step(optimizer, model)
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import ckptkit.fsdp
 from ckptkit.errors import UsageError
 from ckptkit.fsdp import FSDPConfig, config
-from ckptkit.fsdp.config import BackwardPrefetch, ShardingStrategy, WrapPolicy
+from ckptkit.fsdp.config import ShardingStrategy, WrapPolicy
 from tests.lazy import modules_after
 
 
@@ -69,14 +69,9 @@ def test_torch_enums_are_accepted():
     ({"auto_wrap_policy": "MAGIC"}, "SIZE_BASED_WRAP"),
     ({"backward_prefetch": "LATER"}, "NO_PREFETCH"),
     ({"backward_prefetch": 0}, "backward_prefetch is 0"),
-    ({"backward_prefetch": True}, "backward_prefetch is True"),
     ({"forward_prefetch": 0}, "forward_prefetch is 0"),
-    ({"forward_prefetch": "yes"}, "forward_prefetch is 'yes'"),
-    ({"cast_forward_inputs": "no"}, "cast_forward_inputs is 'no'"),
     ({"gradient_divide_factor": 0}, "gradient_divide_factor is 0"),
-    ({"gradient_divide_factor": "4"}, "gradient_divide_factor is '4'"),
     ({"gradient_divide_factor": float("inf")}, "gradient_divide_factor is inf"),
-    ({"force_sum_reduction_for_comms": 1}, "force_sum_reduction_for_comms is 1"),
     ({"precision": "double"}, "mixed, master"),
     ({"offload": "disk"}, "none, params, optimizer"),
     ({"cpu_offload": True, "offload": "optimizer"}, "Set only one"),
@@ -90,41 +85,31 @@ def test_torch_enums_are_accepted():
     ({"tp": "auto"}, "a number of ranks, 1 or more\\."),
     ({"shard": True}, "or 'auto'"),
     ({"min_num_params": 0}, "min_num_params is 0"),
-    ({"min_num_params": True}, "min_num_params is True"),
-    ({"reshard_after_forward": "yes"}, "True, False, a number"),
     ({"reshard_after_forward": 0}, "reshard_after_forward is 0"),
-    ({"reshard_after_forward": -2}, "1 or more"),
     ({"enable_fsdp": "false"}, "enable_fsdp is 'false'"),
     ({"cpu_offload": "false"}, "cpu_offload is 'false'"),
-    ({"activation_checkpointing": 1}, "True or False"),
-    ({"sync_module_states": None}, "True or False"),
     ({"use_orig_params": "False"}, "True, False or None"),
     ({"compile": "false"}, "name of a backend"),
-    ({"compile": ""}, "name of a backend"),
     ({"device": None}, "device is 'None'"),
     ({"exclude": [1]}, "list of strings"),
     ({"shards": 2}, "no field 'shards'"),
     ({"mixed_precision": "fp16", "initial_loss_scale": 0}, "from 1 to 16777216"),
     ({"mixed_precision": "fp16", "initial_loss_scale": 2.0**25}, "from 1 to 16777216"),
-    ({"mixed_precision": "fp16", "initial_loss_scale": "65536"}, "initial_loss_scale is '65536'"),
     ({"mixed_precision": "fp16", "loss_scale_hysteresis": 0}, "loss_scale_hysteresis is 0"),
-    ({"mixed_precision": "fp16", "loss_scale_hysteresis": 1.5}, "loss_scale_hysteresis is 1.5"),
     ({"mixed_precision": "bf16", "initial_loss_scale": 128.0}, "belong to mixed_precision='fp16'; it is 'bf16'"),
-    ({"loss_scale_hysteresis": 1}, "belong to mixed_precision='fp16'; it is None"),
 ], ids=lambda value: str(value) if isinstance(value, dict) else "")  # fmt: skip
 def test_impossible_settings_are_refused_at_construction(values, message):
     with pytest.raises(UsageError, match=message):
         FSDPConfig.from_dict(values)
 
 
-def test_a_prefetch_mode_that_fsdp2_lacks_is_accepted_with_a_warning():
-    with pytest.warns(UserWarning, match="BACKWARD_POST does not exist in FSDP2"):
-        assert FSDPConfig(backward_prefetch="BACKWARD_POST").backward_prefetch is BackwardPrefetch.BACKWARD_POST
-
-
-def test_use_orig_params_false_is_accepted_with_a_warning():
-    with pytest.warns(UserWarning, match="always keeps the original parameters"):
-        FSDPConfig(use_orig_params=False)
+@pytest.mark.parametrize(("setting", "message"), [
+    ({"backward_prefetch": "BACKWARD_POST"}, "BACKWARD_POST does not exist in FSDP2"),
+    ({"use_orig_params": False}, "always keeps the original parameters"),
+], ids=str)  # fmt: skip
+def test_a_setting_that_fsdp2_lacks_is_accepted_with_a_warning(setting, message):
+    with pytest.warns(UserWarning, match=message):
+        FSDPConfig(**setting)
 
 
 @pytest.mark.parametrize(("text", "message"), [
@@ -239,13 +224,10 @@ def test_accelerate_reads_the_environment_variables_correctly(monkeypatch):
     assert plugin.state_dict_type.name == "SHARDED_STATE_DICT"
 
 
-def test_numbers_and_case_of_accelerate_are_accepted():
+def test_numbers_and_lower_case_of_accelerate_are_accepted_and_other_flags_refused():
     config = FSDPConfig.from_accelerate_env({"FSDP_SHARDING_STRATEGY": "2", "FSDP_AUTO_WRAP_POLICY": "no_wrap"})
     assert config.sharding_strategy is ShardingStrategy.SHARD_GRAD_OP
     assert config.auto_wrap_policy is WrapPolicy.NO_WRAP
     assert config.enable_fsdp is False
-
-
-def test_an_environment_variable_with_an_invalid_flag_is_refused():
     with pytest.raises(UsageError, match="ACCELERATE_USE_FSDP is 'maybe'"):
         FSDPConfig.from_accelerate_env({"ACCELERATE_USE_FSDP": "maybe"})

@@ -101,17 +101,10 @@ def test_peft_reads_an_exported_adapter(tmp_path, kind):
     save_hf(model, str(tmp_path / "out"), overwrite=True)
 
 
-MODELS: dict[str, Callable[[], Any]] = {
-    "merged adapter": lambda: lora().merge_and_unload(),
-    "compiled": lambda: torch.compile(llama()),
-    "activation checkpoints": lambda: checkpointed(llama()),
-    "in a module of its own": lambda: models.Actor(llama()),
-}
-
-
-@pytest.mark.parametrize("kind", MODELS)
-def test_a_model_is_exported_without_the_names_of_wrappers(tmp_path, kind):
-    model = MODELS[kind]()
+@pytest.mark.parametrize("wrapped", [torch.compile, checkpointed, models.Actor, lambda _: lora().merge_and_unload()],
+                         ids=["compiled", "checkpointed", "in a module of its own", "merged adapter"])  # fmt: skip
+def test_a_model_is_exported_without_the_names_of_wrappers(tmp_path, wrapped):
+    model = wrapped(llama())
     save_hf(model, str(tmp_path / "out"))
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     assert torch.equal(logits(again), logits(model))
@@ -120,12 +113,6 @@ def test_a_model_is_exported_without_the_names_of_wrappers(tmp_path, kind):
 def trained_beside_the_adapter() -> Any:
     model = lora()
     model.base_model.model.lm_head.weight.requires_grad_(True)
-    return model
-
-
-def changed() -> Any:
-    model = llama()
-    model.model.layers[0].extra = nn.Linear(2, 2)
     return model
 
 
@@ -139,7 +126,6 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "a value head": (lambda: Critic(llama()), r"doesn't read: 'v_head\.weight', 'v_head\.bias'"),
     "a value head of an adapter": (lambda: Critic(lora()), r"v_head"),
     "a head trained beside the adapter": (trained_beside_the_adapter, r"belong to no adapter: .*lm_head\.weight"),
-    "a module that the class has not": (changed, r"unexpected: 'model\.layers\.0\.extra"),
     "a layer that is gone": (pruned, r"missing: 'model\.layers\.1"),
 }
 
@@ -152,17 +138,13 @@ def test_an_export_that_from_pretrained_would_not_read_is_refused_by_name(tmp_pa
     assert os.listdir(tmp_path) == []
 
 
-def sharded_adapter(folder: str) -> torch.Tensor:
+@on_ranks(2)
+def test_a_sharded_adapter_is_exported_whole(tmp_path):
     strategy = FSDPStrategy(FSDPConfig(activation_checkpointing=True))
     model = strategy.prepare_model(lora(modules_to_save=["lm_head"]))
-    strategy.save_model(model, None, folder)
-    return logits(model)
-
-
-def test_a_sharded_adapter_is_exported_whole(ranks, tmp_path):
-    expected = ranks.run(sharded_adapter, 2, str(tmp_path / "out"))[0]
+    strategy.save_model(model, None, tmp_path / "out")
     again = peft.PeftModel.from_pretrained(llama(), tmp_path / "out").eval()
-    assert torch.allclose(logits(again), expected, atol=1e-5)  # sums in another order
+    assert torch.allclose(logits(again), logits(model), atol=1e-5)  # sums in another order
 
 
 @on_ranks(2)

@@ -11,7 +11,7 @@ from torch import nn
 
 from ckptkit.errors import UsageError
 from ckptkit.fsdp import FSDPConfig, ParallelPlan, auto_shard_size, make_mesh
-from ckptkit.fsdp.mesh import configured, device_type_of, plan_for
+from ckptkit.fsdp.mesh import configured, plan_for
 from tests.ranks import on_ranks
 
 
@@ -116,8 +116,3 @@ def test_plans_become_meshes_with_adjacent_tp_and_cp_ranks(plan, dims, groups):
 def test_a_plan_for_another_world_is_refused_before_any_communication():
     with pytest.raises(UsageError, match="world size of 2"):
         make_mesh(ParallelPlan(shard=4), "cpu")
-
-
-def test_an_explicit_device_takes_precedence():
-    assert device_type_of(None, preferred="cuda:1") == "cuda"
-    assert device_type_of(None, preferred="cpu") == "cpu"

@@ -36,14 +36,12 @@ def test_every_strategy_equals_a_single_process(ranks, strategy, world_size):
     check(ranks.run(models.run, world_size, config, models.untied))
 
 
-@pytest.mark.parametrize("build", [models.tied, models.frozen, models.lora])
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "HYBRID_SHARD"])
-def test_tied_frozen_and_adapter_models_equal_a_single_process(ranks, build, strategy):
-    check(ranks.run(models.run, 4, {"sharding_strategy": strategy, **models.STRATEGIES[strategy]}, build))
-
-
-def test_tied_weights_in_separate_units_equal_a_single_process(ranks):
-    check(ranks.run(models.run, 2, {"wrap_lm_head": True, "auto_wrap_policy": "BLOCKS"}, models.tied))
+@pytest.mark.parametrize("build", [models.tied, models.frozen, models.lora, models.llama, models.tied_llama])
+@pytest.mark.parametrize("config", [
+    {}, {"sharding_strategy": "HYBRID_SHARD", "shard": 2}, {"wrap_lm_head": True, "auto_wrap_policy": "BLOCKS"},
+], ids=["1d", "hsdp", "heads apart"])  # fmt: skip
+def test_models_of_every_kind_equal_a_single_process(ranks, build, config):
+    check(ranks.run(models.run, 4, config, build))
 
 
 def run(options):
@@ -74,24 +72,15 @@ def test_options_for_speed_and_memory_change_no_values(ranks, config):
     check(ranks.run(models.run, 4, config, models.untied))
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [("bf16", 0.03), ("fp16", 0.005)])
-def test_mixed_precision_stays_near_fp32(ranks, dtype, tolerance):
-    results = ranks.run(models.run, 2, {"mixed_precision": dtype}, models.untied)
+@pytest.mark.parametrize(("config", "stored", "tolerance"), [
+    ({"mixed_precision": "bf16"}, torch.float32, 0.03),
+    ({"mixed_precision": "fp16"}, torch.float32, 0.005),
+    ({"mixed_precision": "bf16", "precision": "master"}, torch.bfloat16, 0.03),
+], ids=["bf16", "fp16", "master"])  # fmt: skip
+def test_low_precision_stays_near_fp32(ranks, config, stored, tolerance):
+    results = ranks.run(models.run, 2, config, models.untied)
     check(results, loss=tolerance, norm=0.05, weight=0.05)
-    assert all(tensor.dtype == torch.float32 for tensor in results[0]["sharded"][2].values())
-
-
-def test_master_precision_stays_near_fp32(ranks):
-    results = ranks.run(models.run, 2, {"mixed_precision": "bf16", "precision": "master"}, models.untied)
-    check(results, loss=0.03, norm=0.05, weight=0.05)
-    assert all(tensor.dtype == torch.bfloat16 for tensor in results[0]["sharded"][2].values())
-
-
-@pytest.mark.parametrize(("build", "option"), [
-    (models.llama, None), (models.tied_llama, "wrap_lm_head"), (models.llama, "activation_checkpointing"),
-])  # fmt: skip
-def test_llama_equals_a_single_process(ranks, build, option):
-    check(ranks.run(models.run, 2, {option: True} if option else {}, build))
+    assert all(tensor.dtype == stored for tensor in results[0]["sharded"][2].values())
 
 
 def _gradients(config):

@@ -70,14 +70,6 @@ def test_blocks_compute_in_bf16_and_the_model_returns_fp32():
     assert (model(models.batch(0)).dtype, inner[0]) == (torch.float32, torch.bfloat16)
 
 
-@on_ranks(2)
-def test_an_integer_parameter_is_refused():
-    model = nn.Linear(4, 4)
-    model.table = nn.Parameter(torch.arange(4), requires_grad=False)
-    with pytest.raises(UsageError, match="'table' has dtype int64"):
-        shard(model)
-
-
 class Doubled(nn.Module):
     """fp64 blocks under an fp32 root."""
 
@@ -117,41 +109,26 @@ def test_a_model_in_fp64_trains_in_fp64(config):
     assert models.difference(model, plain) < 1e-14
 
 
-def test_fp64_units_are_reduced_in_fp64_next_to_other_units():
-    stored = {torch.float64: torch.float64, torch.float32: torch.float32, torch.bfloat16: torch.float32}
-    for dtype, reduced in stored.items():
-        assert mixed_precision_policy(FSDPConfig(), stored=dtype).reduce_dtype == reduced
-    policy = mixed_precision_policy(FSDPConfig(reduce_dtype="bf16"), stored=torch.float64)
-    assert policy.reduce_dtype == torch.bfloat16  # requested explicitly
-
-
+@pytest.mark.parametrize(("config", "expected"), [
+    ({}, [torch.float64, torch.float64, torch.float32]), ({"reduce_dtype": "bf16"}, [torch.bfloat16] * 3),
+], ids=["own", "requested"])  # fmt: skip
 @on_ranks(2)
-def test_each_unit_reduces_in_its_own_dtype():
-    model = FSDPStrategy(FSDPConfig(auto_wrap_policy="BLOCKS")).prepare_model(Doubled())
-    loss = model(torch.ones(2, 6, dtype=torch.float64)).sum()
-    loss.backward()
+def test_each_unit_reduces_in_its_own_dtype_or_in_the_requested_one(config, expected):
+    model = FSDPStrategy(FSDPConfig(auto_wrap_policy="BLOCKS", **config)).prepare_model(Doubled())
+    model(torch.ones(2, 6, dtype=torch.float64)).sum().backward()
     policies = [module._get_fsdp_state()._mp_policy for module in (*model.layers, model)]
-    assert [policy.reduce_dtype for policy in policies] == [torch.float64, torch.float64, torch.float32]
-
-
-class Told(nn.Module):
-    """Records the dtype of its input."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(4, 4, bias=False)])
-        self.out = nn.Linear(4, 4, bias=False)
-
-    def forward(self, x):
-        self.seen = x.dtype
-        return self.layers[0](x.to(self.out.weight.dtype))
+    assert [policy.reduce_dtype for policy in policies] == expected
 
 
 @pytest.mark.parametrize(("casts", "dtype"), [(True, torch.bfloat16), (False, torch.float32)])
 @on_ranks(2)
 def test_inputs_are_cast_unless_cast_forward_inputs_is_false(casts, dtype):
-    strategy = FSDPStrategy(FSDPConfig(mixed_precision="bf16", cast_forward_inputs=casts))
-    model = strategy.prepare_model(Told())
+    class Told(nn.Linear):
+        def forward(self, x):
+            self.seen = x.dtype
+            return super().forward(x.to(self.weight.dtype))
+
+    model = FSDPStrategy(FSDPConfig(mixed_precision="bf16", cast_forward_inputs=casts)).prepare_model(Told(4, 4))
     model(torch.ones(2, 4))
     assert model.seen == dtype
 

@@ -1,11 +1,11 @@
 """Tensor parallelism under FSDP2."""
 
 import pytest
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+from torch.distributed.tensor.parallel import ColwiseParallel
 
 from ckptkit.errors import UsageError
 from ckptkit.fsdp import FSDPConfig, FSDPStrategy
-from ckptkit.fsdp.tensor_parallel import tensor_parallel_plan, translate_style
+from ckptkit.fsdp.tensor_parallel import tensor_parallel_plan
 from tests.fsdp import models
 from tests.fsdp.test_numerics import check
 from tests.ranks import on_ranks
@@ -55,8 +55,3 @@ def test_the_plan_of_a_transformers_model_starts_at_its_root():
     plan = tensor_parallel_plan(models.llama())
     assert plan["model.layers.*.self_attn.o_proj"] == "rowwise"
     assert plan["lm_head"] == "colwise_gather_output"
-
-
-def test_a_parallel_style_of_torch_is_used_unchanged():
-    style = RowwiseParallel()
-    assert translate_style("x", style) is style

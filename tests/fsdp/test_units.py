@@ -5,32 +5,28 @@ from torch import nn
 
 from ckptkit.errors import UsageError
 from ckptkit.fsdp import FSDPConfig
-from ckptkit.fsdp.units import ROOT, blocks, by_class, by_size, plan_units, policy_of, tied_parameters
+from ckptkit.fsdp.units import blocks, by_class, by_size, plan_units, policy_of
 from tests.fsdp import models
 
 LAYERS = ["layers.0", "layers.1", "layers.2"]
+LINEARS = [*(f"{layer}.{name}" for layer in LAYERS for name in ("down", "up")), "lm_head"]
 
 
 def names(units):
     return sorted(" + ".join(group) for group in units)
 
 
-@pytest.mark.parametrize("policy", [
-    blocks, by_class("Block"), by_class(models.Block), by_class("tests.fsdp.models.Block"),
-], ids=["blocks", "short", "type", "dotted"])  # fmt: skip
-def test_wrap_policies_choose_the_blocks(policy):
-    assert names(plan_units(models.untied(), policy)) == ["", *LAYERS]
-
-
-def test_no_wrap_leaves_one_unit():
-    model = models.untied()
-    assert plan_units(model, policy_of(FSDPConfig(auto_wrap_policy="NO_WRAP"), model)) == [ROOT]
-
-
-def test_a_dotted_name_is_imported():
-    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
-    assert by_class("torch.nn.Linear")(model) == ["0"]
-    assert by_class("torch.nn.modules.linear.Linear")(model) == ["0"]
+@pytest.mark.parametrize(("policy", "expected"), [
+    (blocks, LAYERS),
+    (policy_of(FSDPConfig(auto_wrap_policy="NO_WRAP"), models.untied()), []),
+    (by_class("Block"), LAYERS),
+    (by_class(models.Block), LAYERS),
+    (by_class("tests.fsdp.models.Block"), LAYERS),
+    (by_class("torch.nn.Linear"), LINEARS),
+    (by_class("torch.nn.modules.linear.Linear"), LINEARS),
+], ids=["blocks", "none", "short name", "class", "dotted name", "re-exported class", "class of torch"])  # fmt: skip
+def test_wrap_policies_choose_the_units(policy, expected):
+    assert names(plan_units(models.untied(), policy)) == ["", *expected]
 
 
 def test_a_short_class_name_is_looked_up_in_transformers():
@@ -104,16 +100,6 @@ UNITS = {
 def test_blocks_heads_excludes_and_ties_decide_the_units(case):
     build, options, expected = UNITS[case]
     assert names(plan_units(build(), blocks, **options)) == expected
-
-
-def test_inner_units_come_before_outer_ones():
-    units = plan_units(models.untied(), lambda model: ["layers.0", "layers.0.up"])
-    assert units == [("layers.0.up",), ("layers.0",), ROOT]
-
-
-def test_ties_are_found_by_identity():
-    assert tied_parameters(models.tied()) == [("embed.weight", "lm_head.weight")]
-    assert tied_parameters(models.untied()) == []
 
 
 def test_auto_uses_the_no_split_classes_of_a_model_without_changing_them():

@@ -61,7 +61,11 @@ def test_modules_that_fsdp2_cannot_shard_are_refused_by_name():
     scalar.layers[1].gain = nn.Parameter(torch.tensor(1.0))
     with pytest.raises(UsageError, match=r"'layers\.1\.gain' is a scalar.*shape \[1\]"):
         shard(scalar)
-    assert not any(isinstance(module, FSDPModule) for module in scalar.modules())
+    assert units(scalar) == []
+    integers = nn.Linear(4, 4)
+    integers.table = nn.Parameter(torch.arange(4), requires_grad=False)
+    with pytest.raises(UsageError, match="'table' has dtype int64"):
+        shard(integers)
 
 
 @on_ranks(2)
@@ -97,16 +101,12 @@ def synchronised(sync):
 
 
 @on_ranks(2)
-def test_parameters_and_buffers_of_rank_0_are_broadcast():
-    expected = models.made(models.untied).state_dict()
-    models.assert_equal(synchronised(True), {**expected, "offset": torch.zeros(3)})
-
-
-@on_ranks(2)
-def test_without_sync_module_states_each_rank_keeps_its_own_values():
-    first, second = (models.made(models.untied, seed=seed).lm_head.weight for seed in (0, 1))
+def test_parameters_and_buffers_of_rank_0_are_broadcast_unless_sync_module_states_is_false():
+    first, second = (models.made(models.untied, seed=seed).state_dict() for seed in (0, 1))
+    models.assert_equal(synchronised(True), {**first, "offset": torch.zeros(3)})
     rows = models.VOCAB // 2 + 1
-    assert torch.equal(synchronised(False)["lm_head.weight"], torch.cat([first[:rows], second[rows:]]))
+    own = torch.cat([first["lm_head.weight"][:rows], second["lm_head.weight"][rows:]])
+    assert torch.equal(synchronised(False)["lm_head.weight"], own)
 
 
 def from_own_seed(config):
@@ -114,24 +114,20 @@ def from_own_seed(config):
 
 
 @on_ranks(2)
-def test_replicas_that_start_with_different_values_are_warned_about():
-    said = from_own_seed({"sharding_strategy": "NO_SHARD", "sync_module_states": False})
+def test_only_replicas_that_start_with_different_values_are_warned_about():
+    synchronised = {"sharding_strategy": "NO_SHARD"}
+    config = {**synchronised, "sync_module_states": False}
+    said = from_own_seed(config)
     assert len(said) == 1 - dist.get_rank()
     assert all("Ranks 0 and 1 hold different values of 'embed.weight'" in line for line in said)
-
-
-@on_ranks(2)
-def test_equal_and_synchronised_replicas_are_not_warned_about():
-    config = {"sharding_strategy": "NO_SHARD"}
-    assert from_own_seed(config) == []
-    assert warnings_of(models.made(models.untied), config | {"sync_module_states": False}) == []
+    assert from_own_seed(synchronised) == warnings_of(models.made(models.untied), config) == []
 
 
 @on_ranks(2)
 def test_enable_fsdp_false_leaves_the_model_unchanged():
     model = models.untied()
     assert shard(model, FSDPConfig(enable_fsdp=False)) is model
-    assert not any(isinstance(module, FSDPModule) for module in model.modules())
+    assert units(model) == []
 
 
 @pytest.mark.parametrize("heads", [False, True])
@@ -140,8 +136,6 @@ def test_tied_weights_stay_tied(heads):
     strategy, model, optimizer = models.prepared({"wrap_lm_head": heads}, models.tied_llama)
     models.train_sharded(model, strategy, optimizer)
     assert model.lm_head.weight is model.model.embed_tokens.weight
-    weights = models.weights(model)
-    assert torch.equal(weights["lm_head.weight"], weights["model.embed_tokens.weight"])
 
 
 class _Encoder(models.Block):
@@ -242,12 +236,10 @@ def test_ranks_may_take_different_branches_through_a_vision_tower(by_hook):
 
 
 @on_ranks(2)
-def test_a_callable_policy_decides():
-    def norms(model):
-        return [name for name, module in model.named_modules() if isinstance(module, nn.LayerNorm)]
-
-    model = shard(models.untied(), policy=norms)
-    assert units(model) == ["", "layers.0.norm", "layers.1.norm", "layers.2.norm", "norm"]
+def test_a_callable_policy_may_choose_units_inside_units():
+    model = shard(models.untied(), policy=lambda model: ["layers.0", "layers.0.up"])
+    models.loss_of(model, models.batch(0)).backward()
+    assert units(model) == ["", "layers.0", "layers.0.up"]
 
 
 def test_unwrap_returns_the_innermost_module():

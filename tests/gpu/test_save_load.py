@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -11,16 +13,60 @@ from ckptkit import CheckpointManager, DCPLoadPlanner, DCPReader, DCPSavePlanner
 from ckptkit.checkpoint.save.staging import StagingBuffers
 from ckptkit.formats.dcp import host_bytes
 from ckptkit.formats.dcp.host_bytes import HostBytes
-from tests.gpu import states
+from tests.checkpoint.states import bits
 
-WAYS = [
-    ("sharded", "save"),
-    ("sharded", "async"),
-    ("full", "save"),
-    ("full", "async"),
-    ("local", "save"),
-    ("local", "async"),
-]
+DTYPES = "float32 float64 bfloat16 float16 float8_e4m3fn float8_e5m2 int64 int8 uint8 bool"
+
+
+class Tensors(nn.Module):
+    """Buffers of every dtype, empty and large, transposed and sliced; filled with `seed`, or zeros."""
+
+    def __init__(self, device: str, seed: int | None = None) -> None:
+        super().__init__()
+        for dtype in DTYPES.split():
+            self._add(f"as_{dtype}", self._filled(seed, 37, 11).to(getattr(torch, dtype)), device)
+        self._add("empty", torch.empty(0, 3), device)
+        self._add("scalar", self._filled(seed).reshape(()), device)
+        self._add("columns", self._filled(seed, 300, 50), device)
+        self.columns = self.columns.T
+        self._add("strided", self._filled(seed, 40, 40), device)
+        self.strided = self.strided[::2, 3:9]
+
+    def _add(self, name: str, value: torch.Tensor, device: str) -> None:
+        self.register_buffer(name, value.to(device))
+
+    @staticmethod
+    def _filled(seed: int | None, *shape: int) -> torch.Tensor:
+        if seed is None:
+            return torch.zeros(shape)
+        return torch.randint(0, 3, shape, generator=torch.Generator().manual_seed(seed)).float()
+
+
+def training(device: str, seed: int | None = None) -> TrainState:
+    """Return a model with tensors of every dtype and an optimizer after a step; values depend on the seed."""
+    torch.manual_seed(0 if seed is None else seed)
+    model = nn.ModuleDict({"layer": nn.Linear(16, 8), "tensors": Tensors(device, seed)}).to(device)
+    optimizer = torch.optim.AdamW(model["layer"].parameters(), lr=0.1)
+    model["layer"](torch.randn(4, 16).to(device)).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return TrainState(model=model, optimizer=optimizer)
+
+
+def contents(state: TrainState) -> Any:
+    """Return a copy of all tensors of a state on the host, which can be compared with `==`."""
+    parts = (state.model.state_dict(), *state.optimizer.state_dict()["state"].values())
+    return bits([{name: value.cpu().contiguous() for name, value in part.items()} for part in parts])
+
+
+def assert_same(found: TrainState, expected: Any, device: str) -> None:
+    """Check that a state holds these values bit for bit, and its model is on this device."""
+    assert contents(found) == expected
+    assert {value.device.type for value in found.model.state_dict().values()} == {device}
+
+
+KINDS = pytest.mark.parametrize("kind", ["sharded", "full", "local"])
+WAYS = pytest.mark.parametrize("way", ["save", "async"])
 
 
 def save(manager: CheckpointManager, way: str, state: TrainState) -> None:
@@ -30,28 +76,29 @@ def save(manager: CheckpointManager, way: str, state: TrainState) -> None:
         manager.save_async(1, state).result()
 
 
-@pytest.mark.parametrize(("kind", "way"), WAYS)
+@KINDS
+@WAYS
 def test_every_dtype_and_layout_round_trips_on_its_device(device, kind, way, tmp_path):
-    state = states.training(device, 1)
-    expected = states.copied(state)
+    state = training(device, 1)
+    expected = contents(state)
     with CheckpointManager(tmp_path, state_dict_type=kind) as manager:
         save(manager, way, state)
         for atomic in (False, True):
-            loaded = states.training(device)
+            loaded = training(device)
             manager.load(loaded, atomic=atomic)
-            states.assert_same(loaded, expected, device)
+            assert_same(loaded, expected, device)
 
 
-@pytest.mark.parametrize("kind", ["sharded", "full", "local"])
+@KINDS
 @pytest.mark.parametrize("to_device", [True, False], ids=["to the device", "from the device"])
 def test_a_checkpoint_loads_on_another_device(device, kind, to_device, tmp_path):
     source, target = ("cpu", device) if to_device else (device, "cpu")
-    state = states.training(source, 1)
+    state = training(source, 1)
     with CheckpointManager(tmp_path, state_dict_type=kind) as manager:
         manager.save(1, state)
-        loaded = states.training(target)
+        loaded = training(target)
         manager.load(loaded)
-    states.assert_same(loaded, states.copied(state), target)
+    assert_same(loaded, contents(state), target)
 
 
 @pytest.mark.parametrize("options", [{"foreach": False}, {"foreach": True}, {"fused": True}], ids=str)
@@ -73,10 +120,10 @@ def test_training_continues_with_a_parameter_without_dimensions(device, options,
         manager.load(loaded)
     devices = [{k: v.device.type for k, v in s.optimizer.state[s.model["scale"]].items()} for s in (state, loaded)]
     assert devices[0] == devices[1]
-    states.assert_same(step(loaded, 1), states.copied(step(state, 1)), device)
+    assert_same(step(loaded, 1), contents(step(state, 1)), device)
 
 
-@pytest.mark.parametrize("way", ["save", "async"])
+@WAYS
 def test_a_save_waits_for_pending_device_work(device, way, tmp_path):
     model = nn.Module()
     model.register_buffer("product", torch.eye(512, device=device))

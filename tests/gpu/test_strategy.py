@@ -21,13 +21,6 @@ def local(value: torch.Tensor) -> torch.Tensor:
     return value.to_local() if isinstance(value, DTensor) else value
 
 
-def one_step(strategy, model, optimizer, index, factor=1.0):
-    device = strategy.config.device
-    loss = models.loss_of(model, models.batch(index).to(device)) * factor
-    strategy.backward(loss, model, optimizer)
-    return strategy.optimizer_step(optimizer, model)
-
-
 def moments(optimizer):
     return [local(v) for s in optimizer.state.values() for k, v in sorted(s.items()) if k != "step"]
 
@@ -71,35 +64,36 @@ def test_a_saved_and_loaded_run_continues_bit_for_bit(device, precision, dtype, 
         model = strategy.prepare_model(models.made(models.tied))
         assert {p.device.type for p in model.parameters()} == {host}
         optimizer = strategy.create_optimizer(model)
-        assert one_step(strategy, model, optimizer, 0)
+        assert models.step(strategy, model, optimizer, 0, device=device)
         strategy.maybe_offload_optimizer(optimizer)
         assert {v.device.type for v in moments(optimizer)} == {device if offload == "none" else "cpu"}
         strategy.save_ckpt(model, str(tmp_path), optimizer=optimizer)
         strategy.maybe_load_optimizer(optimizer)
         assert {v.device.type for v in moments(optimizer)} == {host}
-        assert one_step(strategy, model, optimizer, 1)
+        assert models.step(strategy, model, optimizer, 1, device=device)
 
         resumed = strategy.prepare_model(models.made(models.tied, seed=5))
         other = strategy.create_optimizer(resumed)
         strategy.load_ckpt(resumed, str(tmp_path), optimizer=other)
-        assert one_step(strategy, resumed, other, 1)
+        assert models.step(strategy, resumed, other, 1, device=device)
         assert same(models.weights(resumed).values(), models.weights(model).values())
         assert same(moments(other), moments(optimizer))
 
 
 @pytest.mark.parametrize("precision", ["mixed", "master"])
-def test_an_overflow_in_fp16_skips_the_step_and_halves_the_scale(device, precision):
-    config = FSDPConfig(precision=precision, mixed_precision="fp16", device=device, initial_loss_scale=2.0**10)
-    with FSDPStrategy(config) as strategy:
+def test_an_overflow_in_fp16_skips_the_step_and_halves_the_configured_scale(device, precision):
+    scale = {"initial_loss_scale": 2.0**10, "loss_scale_hysteresis": 1}
+    with FSDPStrategy(FSDPConfig(precision=precision, mixed_precision="fp16", device=device, **scale)) as strategy:
         model = strategy.prepare_model(models.made(models.untied))
         optimizer = strategy.create_optimizer(model)
         scaler = strategy.grad_scaler(optimizer)
-        assert one_step(strategy, model, optimizer, 0)
-        scale, before = scaler.scale, [*models.weights(model).values(), *(v.clone() for v in moments(optimizer))]
-        assert [one_step(strategy, model, optimizer, i, math.inf) for i in (1, 2)] == [False, False]
-        assert scaler.scale == scale / 2
+        assert models.step(strategy, model, optimizer, 0, device=device)
+        assert scaler.scale == 2.0**10
+        before = [*models.weights(model).values(), *(v.clone() for v in moments(optimizer))]
+        assert not models.step(strategy, model, optimizer, 1, math.inf, device=device)
+        assert scaler.scale == 2.0**9
         assert same(before, [*models.weights(model).values(), *moments(optimizer)])
-        assert one_step(strategy, model, optimizer, 3)
+        assert models.step(strategy, model, optimizer, 3, device=device)
 
 
 def test_a_model_moves_to_the_host_and_back(device):
