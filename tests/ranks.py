@@ -306,16 +306,17 @@ class Pool:
             self._end(world_size)
 
 
-def on_ranks(world_size: int | str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def on_ranks(*world_sizes: int | str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Return a decorator that runs a test on every rank of a group; its fixtures and parameters are sent there.
 
-    A string names the parameter of the test that has the number of ranks.
+    Groups of several sizes run one after the other. A string names the parameter that has the number of ranks.
     """
 
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(test)
         def started(ranks: Pool, **given: Any) -> None:
-            ranks.run(_test_here, given[world_size] if isinstance(world_size, str) else world_size, started, given)
+            for size in world_sizes:
+                ranks.run(_test_here, given[size] if isinstance(size, str) else size, started, given)
 
         own = inspect.signature(test)
         ranks = inspect.Parameter("ranks", inspect.Parameter.KEYWORD_ONLY)

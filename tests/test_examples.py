@@ -20,7 +20,3 @@ def test_the_example_runs(script, tmp_path):
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     assert done.stdout.strip(), "an example says what it shows"
-
-
-def test_make_demo_runs_the_main_example():
-    assert "examples/train_and_export.py" in (EXAMPLES.parent / "Makefile").read_text(encoding="utf-8")

@@ -13,11 +13,8 @@ from tests.storage import servers
 
 
 @pytest.fixture(scope="package")
-def framework_ranks() -> Iterator[Pool]:
-    """The pool: `framework_ranks.run(fn, world_size, *args)`.
-
-    Each rank imports a framework once, and its global state affects no other test.
-    """
+def ranks() -> Iterator[Pool]:
+    """The pool of these tests. Each rank imports a framework once, and its global state affects no other test."""
     pool = Pool()
     yield pool
     pool.close()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +21,16 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import lightning.pytorch as pl
     from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+    from lightning.pytorch.plugins.environments import TorchElasticEnvironment
     from lightning.pytorch.strategies import DDPStrategy
 
     from ckptkit.integrations.lightning import CkptkitCheckpointIO, FSDP2Strategy, ManagedCheckpoint
 from ckptkit import open_checkpoint
 from tests.checkpoint.states import bits
 from tests.fsdp.models import whole
+from tests.ranks import logged
 
+warnings.filterwarnings("ignore")  # on each rank
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
@@ -141,7 +146,10 @@ def loader() -> StatefulDataLoader:
     return StatefulDataLoader(Data(), batch_size=2)  # resumes in the middle of an epoch, on each rank
 
 
-def trainer_of(work: Path, strategy: Any, *callbacks: Any, steps: int = 1, **options: Any) -> pl.Trainer:
+def trainer_of(
+    work: Path, strategy: Any, *callbacks: Any, steps: int = 1, plugins: tuple[Any, ...] = (), **options: Any
+) -> pl.Trainer:
+    """Return a Trainer on ranks that another launcher has started."""
     return pl.Trainer(
         accelerator="cpu",
         devices=dist.get_world_size(),
@@ -153,6 +161,7 @@ def trainer_of(work: Path, strategy: Any, *callbacks: Any, steps: int = 1, **opt
         enable_model_summary=False,
         enable_checkpointing=any(isinstance(callback, ModelCheckpoint) for callback in callbacks),
         use_distributed_sampler=True,
+        plugins=[TorchElasticEnvironment(), *plugins],
         **{"logger": False, "num_sanity_val_steps": 0, **options},
     )
 
@@ -234,3 +243,11 @@ def raised(call: Any) -> str:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return ""
+
+
+@contextlib.contextmanager
+def rank_0_warns(name: str, text: str) -> Iterator[None]:
+    """Check that the block logs one warning, with this text, on rank 0 only."""
+    with logged(name=name) as texts:
+        yield
+    assert [text in line for line in texts] == [True] * (os.environ["RANK"] == "0"), texts

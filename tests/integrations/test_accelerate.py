@@ -91,27 +91,6 @@ def test_a_checkpoint_written_by_accelerate_is_resumed_from(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_a_stateful_loader_resumes_in_the_middle_of_an_epoch(tmp_path):
-    def prepared() -> tuple[Any, Any]:
-        loading = accelerate.DataLoaderConfiguration(use_stateful_dataloader=True)
-        accelerator = accelerate.Accelerator(cpu=True, dataloader_config=loading)
-        return accelerator, accelerator.prepare(torch.utils.data.DataLoader(torch.arange(8.0), batch_size=2))
-
-    accelerator, data = prepared()
-    list(data)
-    batches = []
-    with closing(AcceleratorCheckpoints(accelerator, tmp_path)) as checkpoints:
-        for batch in data:
-            batches.append(batch.tolist())
-            if len(batches) == 2:
-                checkpoints.save_state(6)
-    accelerator, data = prepared()
-    with closing(AcceleratorCheckpoints(accelerator, tmp_path)) as checkpoints:
-        checkpoints.load_state()
-    assert [batch.tolist() for batch in data] == batches[2:]
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning")
 def test_a_shuffling_loader_with_a_generator_and_dropout_resume_in_the_middle_of_an_epoch(tmp_path):
     run, again, seen = Run(), Run(), []
     with run.checkpoints(tmp_path) as checkpoints:

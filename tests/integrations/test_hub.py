@@ -29,7 +29,6 @@ def export(tmp_path: Path) -> Path:
     folder.mkdir()
     save_file({"w": np.arange(8, dtype=np.float32)}, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text('{"model_type": "llama"}')
-    (folder / ".hidden").write_text("secret")
     return folder
 
 
@@ -44,19 +43,13 @@ def push(hub: Hub, *args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=60)
 
 
-def test_a_push_uploads_every_visible_file_unchanged(hub, export):
-    done = push(hub, str(export), "me/model")
-    assert done.returncode == 0, done.stderr
-    names = ["config.json", "model.safetensors"]
-    assert {name: hub.files[name] for name in names} == {name: (export / name).read_bytes() for name in names}
-    assert ".hidden" not in hub.files
-
-
-def test_a_converted_export_is_pushed_with_its_model_card(hub, zoo, tmp_path):
+def test_a_push_uploads_every_visible_file_of_an_export_with_its_model_card(hub, zoo, tmp_path):
     convert(str(zoo / "hf_ref_llama_untied"), str(tmp_path / "out"), to="hf")
+    expected = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    (tmp_path / "out" / ".hidden").write_text("secret")
     done = push(hub, str(tmp_path / "out"), "me/model")
     assert done.returncode == 0, done.stderr
-    assert hub.files == {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    assert hub.files == expected
     assert b"library_name" in hub.files["README.md"]
 
 

@@ -1,4 +1,4 @@
-"""A real Lightning Trainer on two CPU ranks with our strategy, callback and CheckpointIO."""
+"""A real Lightning Trainer on two CPU ranks with our strategy, callback and CheckpointIO, as user scripts run it."""
 
 from __future__ import annotations
 
@@ -10,17 +10,21 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 pytest.importorskip("lightning")
 pytest.importorskip("torchdata")
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, ModelCheckpoint
 from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
-from safetensors.torch import load_file
 
-from ckptkit import RetentionPolicy
+from ckptkit import RetentionPolicy, TrainState, open_checkpoint
 from ckptkit.integrations.lightning import CkptkitCheckpointIO, FSDP2Strategy, ManagedCheckpoint
+from tests.checkpoint import states
+from tests.fsdp.models import whole
 from tests.integrations.lightning_runs import (
     First,
     Lit,
@@ -34,13 +38,20 @@ from tests.integrations.lightning_runs import (
     model_keys,
     raised,
     restores,
+    resumes,
     saving,
     snapshot,
     trainer_of,
 )
-from tests.integrations.on_ranks import on_ranks
+from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.timeout(600)
+STRATEGIES = {
+    "fsdp2": (FSDP2Strategy, Lit),
+    "mp_sharded": (lambda: ModelParallelStrategy(dist.get_world_size(), 1), Sharded),
+    "mp_full": (lambda: ModelParallelStrategy(dist.get_world_size(), 1, save_distributed_checkpoint=False), Sharded),
+    "ddp": (DDPStrategy, Lit),
+}
 
 
 class Watch(Callback):
@@ -60,43 +71,42 @@ class Watch(Callback):
 
 @pytest.mark.parametrize("kind", ["sharded", "full", "local"])
 @on_ranks(2)
-def test_a_resumed_run_is_bit_equal_and_its_optimizer_state_is_applied_at_the_first_step(work, kind):
-    straight = snapshot(*fit(work, "fsdp2", steps=6))
-    fit(work, FSDP2Strategy(state_dict_type=kind), saving(work, every=3, filename="{epoch}-{step}"), steps=3)
+def test_a_resumed_run_is_bit_equal_and_its_optimizer_state_is_applied_at_the_first_step(tmp_path, kind):
+    straight = snapshot(*fit(tmp_path, "fsdp2", steps=6))
+    fit(tmp_path, FSDP2Strategy(state_dict_type=kind), saving(tmp_path, every=3, filename="{epoch}-{step}"), steps=3)
     watch = Watch()
-    resumed = fit(work, FSDP2Strategy(), watch, steps=6, path=work / "epoch=0-step=3.ckpt")
+    resumed = fit(tmp_path, FSDP2Strategy(), watch, steps=6, path=tmp_path / "epoch=0-step=3.ckpt")
     assert equal(straight, snapshot(*resumed))
     assert watch.seen == 18
 
 
 @on_ranks(2)
-def test_a_checkpoint_can_be_used_for_validation_test_and_prediction(work):
-    fit(work, FSDP2Strategy(state_dict_type="full"), saving(work, every=3), steps=3)
-    path = str(work / "step=3.ckpt")
-    validated = trainer_of(work, FSDP2Strategy()).validate(Lit(), loader(), ckpt_path=path, verbose=False)
-    assert validated[0]["val_loss"] == evaluated(trainer_of(work, FSDP2Strategy()), Lit(), path) > 0
-    predicted = trainer_of(work, FSDP2Strategy()).predict(Lit(), loader(), ckpt_path=path)
+def test_a_checkpoint_can_be_used_for_validation_test_and_prediction(tmp_path):
+    fit(tmp_path, FSDP2Strategy(state_dict_type="full"), saving(tmp_path, every=3), steps=3)
+    path = str(tmp_path / "step=3.ckpt")
+    validated = trainer_of(tmp_path, FSDP2Strategy()).validate(Lit(), loader(), ckpt_path=path, verbose=False)
+    assert validated[0]["val_loss"] == evaluated(trainer_of(tmp_path, FSDP2Strategy()), Lit(), path) > 0
+    predicted = trainer_of(tmp_path, FSDP2Strategy()).predict(Lit(), loader(), ckpt_path=path)
     assert predicted[0].shape == (2, 3)
 
 
 @on_ranks(2)
-def test_the_best_and_the_last_are_kept_and_the_last_is_a_link(work):
-    save = ManagedCheckpoint(
-        dirpath=work, monitor="val_loss", save_top_k=2, save_last=True, filename="{step}", save_on_train_epoch_end=False
-    )
-    fit(work, FSDP2Strategy(), save, steps=8, val_check_interval=1)
-    kept = checkpoints(work)
+def test_the_best_and_the_last_are_kept_and_the_last_is_a_link(tmp_path):
+    place = {"dirpath": tmp_path, "filename": "{step}"}
+    save = ManagedCheckpoint(**place, monitor="val_loss", save_top_k=2, save_last=True, save_on_train_epoch_end=False)
+    fit(tmp_path, FSDP2Strategy(), save, steps=8, val_check_interval=1)
+    kept = checkpoints(tmp_path)
     assert 2 <= len([name for name in kept if name.startswith("step=")]) <= 3
     assert {"step=8.ckpt", "last.ckpt"} < set(kept)
     assert Path(save.best_model_path).is_dir()
 
 
 @on_ranks(2)
-def test_a_removed_checkpoint_is_deleted_and_links_are_not_followed(work):
-    save = ModelCheckpoint(dirpath=work, every_n_train_steps=1, save_top_k=1, filename="{step}", save_last="link")
-    _, trainer = fit(work, FSDP2Strategy(), save, steps=2)
-    last, target = work / "last.ckpt", work / "step=2.ckpt"
-    assert "step=1.ckpt" not in checkpoints(work)
+def test_a_removed_checkpoint_is_deleted_and_links_are_not_followed(tmp_path):
+    save = ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=1, save_top_k=1, filename="{step}", save_last="link")
+    _, trainer = fit(tmp_path, FSDP2Strategy(), save, steps=2)
+    last, target = tmp_path / "last.ckpt", tmp_path / "step=2.ckpt"
+    assert "step=1.ckpt" not in checkpoints(tmp_path)
     assert os.path.realpath(last) == str(target)
     dist.barrier()
     if dist.get_rank() == 0:
@@ -115,7 +125,7 @@ class Frozen(Lit):
 
 
 @on_ranks(2)
-def test_a_state_dict_filter_selects_what_is_saved(work):
+def test_a_state_dict_filter_selects_what_is_saved(tmp_path):
     def strategy() -> FSDP2Strategy:
         return FSDP2Strategy(lightning_module_filter=lambda name: ".head." in name, optimizer_restore="immediate")
 
@@ -124,14 +134,14 @@ def test_a_state_dict_filter_selects_what_is_saved(work):
             assert self.state is not None or trainer.optimizers[0].state
             super().on_train_batch_start(trainer, *args)
 
-    _, trainer = restores(work, strategy, build=Frozen, first=Restored())
-    assert model_keys(work / "saved.ckpt") == ["model.model.head.bias", "model.model.head.weight"]
+    _, trainer = restores(tmp_path, strategy, build=Frozen, first=Restored())
+    assert model_keys(tmp_path / "saved.ckpt") == ["model.model.head.bias", "model.model.head.weight"]
     assert len(trainer.strategy.lightning_module_state_dict("full")) == (2 if dist.get_rank() == 0 else 0)
 
 
 @on_ranks(2)
-def test_a_second_parallelize_only_warns(work):
-    _, trainer = fit(work, FSDP2Strategy(), steps=1)
+def test_a_second_parallelize_only_warns(tmp_path):
+    _, trainer = fit(tmp_path, FSDP2Strategy(), steps=1)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer.strategy.parallelize()
@@ -145,10 +155,10 @@ class Tied(Lit):
 
 
 @on_ranks(2)
-def test_a_checkpoint_io_finds_every_name_of_a_tied_weight_in_a_sharded_checkpoint(work):
-    module, trainer = fit(work, FSDP2Strategy(), steps=1, module=Tied())
-    trainer.save_checkpoint(work / "tied.ckpt")
-    found = CkptkitCheckpointIO().load_checkpoint(work / "tied.ckpt")["state_dict"]
+def test_a_checkpoint_io_finds_every_name_of_a_tied_weight_in_a_sharded_checkpoint(tmp_path):
+    module, trainer = fit(tmp_path, FSDP2Strategy(), steps=1, module=Tied())
+    trainer.save_checkpoint(tmp_path / "tied.ckpt")
+    found = CkptkitCheckpointIO().load_checkpoint(tmp_path / "tied.ckpt")["state_dict"]
     assert list(found) == list(module.state_dict())
 
 
@@ -160,52 +170,28 @@ class Failing(DummyLogger):
 
 
 @on_ranks(2)
-def test_a_logger_that_fails_on_rank_0_fails_all_ranks(work):
-    trainer = trainer_of(work, FSDP2Strategy(), saving(work), steps=2, logger=Failing())
+def test_a_logger_that_fails_on_rank_0_fails_all_ranks(tmp_path):
+    trainer = trainer_of(tmp_path, FSDP2Strategy(), saving(tmp_path), steps=2, logger=Failing())
     both = ["", ""]
     dist.all_gather_object(both, raised(lambda: trainer.fit(Lit(), loader())))
     assert both[0] == both[1]
     assert "telling the loggers" in both[0] and "the tracking server is down" in both[0]
 
 
-THEIRS = {
-    "mp_sharded": (lambda: ModelParallelStrategy(dist.get_world_size(), 1), Sharded),
-    "mp_full": (lambda: ModelParallelStrategy(dist.get_world_size(), 1, save_distributed_checkpoint=False), Sharded),
-    "ddp": (DDPStrategy, Lit),
-}
-
-
-@pytest.mark.parametrize("source", THEIRS)
+@pytest.mark.parametrize("source", ["mp_sharded", "mp_full", "ddp"])
 @on_ranks(2)
-def test_checkpoints_written_by_lightning_are_resumed_from(work, source):
-    strategy, build = THEIRS[source]
-    restores(work, strategy, build=build, by=FSDP2Strategy, into=Lit)
+def test_checkpoints_written_by_lightning_are_resumed_from(tmp_path, source):
+    strategy, build = STRATEGIES[source]
+    restores(tmp_path, strategy, build=build, by=FSDP2Strategy, into=Lit)
 
 
 @on_ranks(2)
-def test_a_lightning_file_is_replaced_after_the_new_checkpoint_is_committed(work):
-    fit(work, DDPStrategy(), steps=1)[1].save_checkpoint(work / "last.ckpt")
-    assert (work / "last.ckpt").is_file()
-    fit(work, FSDP2Strategy(), steps=2)[1].save_checkpoint(work / "last.ckpt")
-    assert checkpoints(work) == ["last.ckpt"] and (work / "last.ckpt").is_dir()
-    assert not [path for path in work.iterdir() if "replaced" in path.name]
-
-
-@on_ranks(2)
-def test_the_callback_saves_under_a_strategy_that_bypasses_checkpoint_io(work):
-    strategy, build = THEIRS["mp_sharded"]
-    save = saving(work, every=3)
-    restores(work, strategy, save, build=build, steps=3, path="step=3.ckpt", by=FSDP2Strategy, into=Lit)
-
-
-@on_ranks(2, 1)
-def test_the_callback_resumes_bit_for_bit_under_ddp(work):
-    """Inside an epoch, with dropout: the random state and the loader's position are restored too."""
-    work /= str(dist.get_world_size())
-    straight = snapshot(*fit(work, DDPStrategy(), steps=6))
-    fit(work, DDPStrategy(), saving(work, every=3), steps=3)
-    resumed = fit(work, DDPStrategy(), saving(work / "again"), steps=6, path=work / "step=3.ckpt")
-    assert equal(straight, snapshot(*resumed))
+def test_a_lightning_file_is_replaced_after_the_new_checkpoint_is_committed(tmp_path):
+    fit(tmp_path, DDPStrategy(), steps=1)[1].save_checkpoint(tmp_path / "last.ckpt")
+    assert (tmp_path / "last.ckpt").is_file()
+    fit(tmp_path, FSDP2Strategy(), steps=2)[1].save_checkpoint(tmp_path / "last.ckpt")
+    assert checkpoints(tmp_path) == ["last.ckpt"] and (tmp_path / "last.ckpt").is_dir()
+    assert not [path for path in tmp_path.iterdir() if "replaced" in path.name]
 
 
 class Seen(TorchCheckpointIO):
@@ -218,33 +204,288 @@ class Seen(TorchCheckpointIO):
 
 
 @on_ranks(2)
-def test_a_custom_checkpoint_io_receives_whole_tensors_and_resumes(work):
+def test_a_custom_checkpoint_io_receives_whole_tensors_and_resumes(tmp_path):
     io = Seen()
-    weights = snapshot(*restores(work, lambda: FSDP2Strategy(checkpoint_io=io)))["weights"]
+    weights = snapshot(*restores(tmp_path, lambda: FSDP2Strategy(checkpoint_io=io)))["weights"]
     if dist.get_rank() == 0:
         assert io.paths == ["saved.ckpt"]
-        held = torch.load(work / "saved.ckpt", weights_only=False)["state_dict"]
+        held = torch.load(tmp_path / "saved.ckpt", weights_only=False)["state_dict"]
         assert all(torch.equal(value, weights[name]) for name, value in held.items())
 
 
 @on_ranks(2)
-def test_ckptkit_checkpoint_io_rotates_and_resumes_under_ddp(work):
-    save = ModelCheckpoint(dirpath=work, every_n_train_steps=1, save_top_k=-1, filename="{step}")
-    restores(work, lambda: ddp(retention=RetentionPolicy(max_num=1)), save, steps=3, path="step=3.ckpt", by=ddp)
-    kept = checkpoints(work)
+def test_ckptkit_checkpoint_io_rotates_and_resumes_under_ddp(tmp_path):
+    save = ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=1, save_top_k=-1, filename="{step}")
+    restores(tmp_path, lambda: ddp(retention=RetentionPolicy(max_num=1)), save, steps=3, path="step=3.ckpt", by=ddp)
+    kept = checkpoints(tmp_path)
     assert "step=3.ckpt" in kept and "step=2.ckpt" not in kept
 
 
-@pytest.mark.parametrize("kind", ["sharded", "full"])
-@on_ranks(2, 1)
-def test_a_run_resumes_on_another_number_of_ranks(work, kind):
-    if dist.get_world_size() == 2:
-        fit(work, FSDP2Strategy(state_dict_type=kind), saving(work, every=3), steps=3)
-        return
+def weights(module: Any) -> dict[str, torch.Tensor]:
+    return {name: whole(parameter) for name, parameter in module.named_parameters()}
+
+
+@on_ranks(2)
+def test_a_fitted_module_can_be_fitted_and_tested_again_and_its_trainer_fits_another_one(tmp_path):
+    (module, _), second = fit(tmp_path, FSDP2Strategy(), steps=2), Lit()
+    again = trainer_of(tmp_path, FSDP2Strategy(), steps=2)
+    again.fit(module, loader())
+    again.save_checkpoint(tmp_path / "again.ckpt")
+    assert again.global_step == 2
+    assert evaluated(again, module, tmp_path / "again.ckpt") > 0
+    again.fit_loop.epoch_loop.max_steps = 4
+    again.fit(second, loader())
+    assert any(isinstance(module, FSDPModule) for module in second.modules())
+
+
+@pytest.mark.parametrize("name", ["{step}", "{step}/x"])
+@on_ranks(2)
+def test_all_but_the_checkpoint_resumed_from_are_rotated_away(tmp_path, name):
+    def kept() -> list[str]:
+        dist.barrier()
+        return sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.ckpt"))
+
+    first, last = (f"{name.format(step=f'step={step}')}.ckpt" for step in (3, 6))
+    fit(tmp_path, FSDP2Strategy(), saving(tmp_path, filename=name), steps=3)
+    assert kept() == [first]
+    fit(tmp_path, FSDP2Strategy(), saving(tmp_path, filename=name), steps=6, path=tmp_path / first)
+    assert kept() == [first, last]
+
+
+@on_ranks(2)
+def test_two_callbacks_keep_each_others_checkpoints(tmp_path):
+    best = saving(tmp_path, monitor="loss_of_step", mode="max", filename="best-{step}")
+    recent = saving(tmp_path, filename="recent-{step}", save_last=True)
+    fit(tmp_path, FSDP2Strategy(), best, recent, steps=5)
+    assert checkpoints(tmp_path) == ["best-step=1.ckpt", "last.ckpt", "recent-step=5.ckpt"]
+    assert best.best_model_path == str(tmp_path / "best-step=1.ckpt")
+
+
+@on_ranks(2)
+def test_ckpt_path_last_resumes_from_the_newest_checkpoint_if_none_is_called_last(tmp_path):
     first = First()
-    _, trainer = fit(work, FSDP2Strategy(), first, steps=5, path=work / "step=3.ckpt")
-    assert (first.state["step"], trainer.global_step, len(first.state["moments"])) == (3, 5, 18)
-    if kind == "full":
-        saved = load_file(next((work / "step=3.ckpt").glob("model*.safetensors")))
-        assert saved.keys() == first.state["weights"].keys()
-        assert all(torch.equal(first.state["weights"][name], value) for name, value in saved.items())
+    trained = snapshot(*fit(tmp_path, FSDP2Strategy(), saving(tmp_path), steps=3))
+    fit(tmp_path, FSDP2Strategy(), saving(tmp_path), first, steps=5, path="last")
+    assert equal(trained, first.state)
+
+
+class Partly(Lit):
+    """Omits frozen weights from its state dict, as Lightning's documentation shows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Linear(8, 8)
+        self.encoder.requires_grad_(False)
+        self.strict_loading = False
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        return super().training_step(self.encoder(batch), index)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {k: v for k, v in super().state_dict().items() if "encoder" not in k}
+
+
+class Changed(Lit):
+    """Saves one weight doubled and another under an old name, and reverts both on load."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_state_dict_post_hook(self._save)
+        self.register_load_state_dict_pre_hook(self._load)
+
+    @staticmethod
+    def _save(module: Any, state: dict[str, Any], prefix: str, meta: Any) -> None:
+        state[prefix + "model.head.bias"] = state[prefix + "model.head.bias"] * 2
+        state[prefix + "old_head"] = state.pop(prefix + "model.head.weight")
+
+    @staticmethod
+    def _load(module: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        state[prefix + "model.head.bias"] = state[prefix + "model.head.bias"] / 2
+        state[prefix + "model.head.weight"] = state.pop(prefix + "old_head")
+
+
+@pytest.mark.parametrize("build", [Partly, Changed])
+@on_ranks(2)
+def test_what_a_modules_state_dict_omits_or_changes_is_saved_and_restored_so(tmp_path, build):
+    module, _ = restores(tmp_path, FSDP2Strategy, build=build)
+    keys = model_keys(tmp_path / "saved.ckpt")
+    assert keys == sorted(f"model.{name}" for name in module.state_dict())
+    assert len(keys) == 6 and ("model.old_head" in keys) == (build is Changed)
+
+
+@on_ranks(2)
+def test_a_save_during_accumulation_does_not_change_training(tmp_path):
+    class Mid(Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
+            if index == 2:
+                trainer.save_checkpoint(tmp_path / "mid.ckpt")
+
+    options = {"steps": 4, "accumulate_grad_batches": 2}
+    straight = snapshot(*fit(tmp_path, FSDP2Strategy(), **options))
+    disturbed = fit(tmp_path, FSDP2Strategy(), Mid(), saving(tmp_path, every=2), **options)
+    assert equal(straight, snapshot(*disturbed))
+    assert fit(tmp_path, FSDP2Strategy(), path=tmp_path / "mid.ckpt", **options)[1].global_step == 4
+
+
+PRECISIONS = {
+    "bf16-mixed": (torch.float32, lambda: {"precision": "bf16-mixed"}),
+    "bf16-true": (torch.bfloat16, lambda: {"precision": "bf16-true"}),
+    "scaler": (torch.float32, lambda: {"plugins": [MixedPrecision("16-mixed", "cpu", scaler())]}),
+}
+
+
+def scaler() -> torch.amp.GradScaler:
+    return torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@on_ranks(2)
+def test_each_precision_is_resumed_bit_equal(tmp_path, precision):
+    dtype, options = PRECISIONS[precision]
+    module, trainer = resumes(tmp_path, steps=5, at=3, fresh=options)
+    assert next(module.parameters()).dtype == dtype
+    assert precision != "scaler" or trainer.precision_plugin.scaler.get_scale() == 4096.0
+
+
+@on_ranks(2)
+def test_callbacks_that_average_an_unsharded_copy_are_refused(tmp_path):
+    error = raised(lambda: fit(tmp_path, FSDP2Strategy(), EMAWeightAveraging(decay=0.5), steps=2))
+    assert error.startswith("UsageError: EMAWeightAveraging averages an unsharded copy")
+
+
+class Average(EMAWeightAveraging):
+    """Copies the averaged weights before the first step and after the last one."""
+
+    def on_train_batch_start(self, *args: Any, **kwargs: Any) -> None:
+        self.first = getattr(self, "first", None) or weights(self._average_model.module)
+        super().on_train_batch_start(*args, **kwargs)
+
+    def on_train_end(self, *args: Any) -> None:
+        self.last = weights(self._average_model.module)
+
+
+@on_ranks(2)
+def test_averaged_and_trained_weights_are_both_restored_under_ddp(tmp_path):
+    save, first = ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=3, filename="{step}"), First()
+    saved, loaded = Average(decay=0.5), Average(decay=0.5)
+    before = snapshot(*fit(tmp_path, ddp(), saved, save, steps=3))
+    fit(tmp_path, ddp(), loaded, first, steps=4, path=tmp_path / "step=3.ckpt")
+    assert equal(before, first.state)
+    assert all(torch.equal(loaded.first[name], value) for name, value in saved.last.items())
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+@on_ranks(2)
+def test_ckpt_path_accepts_last_and_best_under_any_strategy(tmp_path, name):
+    def run(steps: int, *callbacks: Any) -> tuple[Any, Any]:
+        save = saving(tmp_path, save_last=True)
+        return fit(tmp_path, strategy(), save, *callbacks, steps=steps, path="last", module=build())
+
+    (strategy, build), first = STRATEGIES[name], First()
+    before = snapshot(*run(3))  # of a new run, because there is no checkpoint yet
+    module, trainer = run(5, first)
+    assert equal(before, first.state)
+    assert {"last.ckpt", "step=5.ckpt"} <= set(checkpoints(tmp_path))
+    assert evaluated(trainer, module, "best") > 0
+    assert len(trainer.predict(module, loader(), ckpt_path="last")) == 4
+
+
+@on_ranks(2)
+def test_type_full_gathers_nothing_before_the_save_and_gives_rank_0_whole_tensors_on_request(tmp_path):  # NB4
+    class Looking(Lit):
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            self.saw = {type(v).__name__ for v in checkpoint["state_dict"].values()}
+
+    module, trainer = fit(tmp_path, FSDP2Strategy(state_dict_type="full"), steps=1, module=Looking())
+    trainer.save_checkpoint(tmp_path / "streamed.ckpt")
+    assert module.saw == {"DTensor"}
+    given = len(trainer.strategy.lightning_module_state_dict())
+    moments = len(trainer.strategy.optimizer_state(trainer.optimizers[0]).get("state", {}))
+    assert (given, moments) == ((6, 6) if dist.get_rank() == 0 else (0, 0))
+
+
+@on_ranks(2)
+def test_a_checkpoint_not_written_by_lightning_is_resumed_from(tmp_path):
+    module, trainer = fit(tmp_path, FSDP2Strategy(), steps=2)
+    states.save(tmp_path / "run", TrainState(model=module, optimizer=trainer.optimizers[0], step=2), 2)
+    before, first = snapshot(module, trainer), First()
+    fit(tmp_path, FSDP2Strategy(), first, steps=2, path=tmp_path / "run" / "step_00000002")
+    assert equal({**before, "step": 0}, {**first.state, "lrs": before["lrs"]})
+
+
+class Hooked(Lit):
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["mine"] = {"tokens": 17, "names": ("a", "b"), "table": torch.arange(3)}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.mine = checkpoint["mine"]
+        self.had = sorted(checkpoint["state_dict"])
+
+
+@on_ranks(2)
+def test_module_hooks_get_their_saved_values_and_the_loaded_weights(tmp_path):
+    _, trainer = fit(tmp_path, FSDP2Strategy(), steps=2, module=Hooked())
+    trainer.save_checkpoint(tmp_path / "hooked.ckpt")
+    again, _ = fit(tmp_path, FSDP2Strategy(), steps=3, module=Hooked(), path=tmp_path / "hooked.ckpt")
+    assert {**again.mine, "table": again.mine["table"].tolist()} == {
+        "tokens": 17, "names": ("a", "b"), "table": [0, 1, 2],
+    }  # fmt: skip
+    assert len(again.had) == 6
+
+
+class Configured(Lit):
+    def __init__(self, where: Path, dtype: torch.dtype, kind: type, size: int = 3) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+
+@on_ranks(2)
+def test_hyperparameters_that_are_not_plain_values_are_saved_as_text(tmp_path):
+    def module() -> Configured:
+        return Configured(Path("/data"), torch.bfloat16, nn.GELU)
+
+    path = tmp_path / "hparams.ckpt"
+    fit(tmp_path, FSDP2Strategy(), steps=1, module=module())[1].save_checkpoint(path)
+    saved = repr(open_checkpoint(str(path))["extra.lightning"]["hyper_parameters"])
+    assert "'where': '/data'" in saved and "torch.bfloat16" in saved
+    fit(tmp_path, FSDP2Strategy(), steps=2, path=path, module=module())
+
+
+@on_ranks(2)
+def test_two_callbacks_and_the_end_of_training_may_save_the_same_step(tmp_path):
+    class AtEnd(Callback):
+        def on_train_end(self, trainer: Any, module: Any) -> None:
+            trainer.save_checkpoint(tmp_path / "step=4.ckpt")
+
+    epoch = ManagedCheckpoint(dirpath=tmp_path, every_n_epochs=1, save_top_k=-1, filename="{step}")
+    fit(tmp_path, FSDP2Strategy(), saving(tmp_path, every=2, keep=-1), epoch, AtEnd(), steps=4)
+    assert checkpoints(tmp_path) == ["step=2.ckpt", "step=4-v1.ckpt", "step=4.ckpt"]
+    assert fit(tmp_path, FSDP2Strategy(), steps=5, path=tmp_path / "step=4.ckpt")[1].global_step == 5
+
+
+@on_ranks(2)
+def test_save_weights_only_checkpoints_validate_and_do_not_resume(tmp_path):
+    path = tmp_path / "step=2.ckpt"
+    fit(tmp_path, FSDP2Strategy(), saving(tmp_path, every=2, save_weights_only=True), steps=2)
+    assert not any(key.startswith("optimizer") for key in open_checkpoint(str(path)))
+    validated = trainer_of(tmp_path, FSDP2Strategy()).validate(Lit(), loader(), ckpt_path=str(path), verbose=False)
+    assert validated[0]["val_loss"] > 0
+    assert "contains only the model" in raised(lambda: fit(tmp_path, FSDP2Strategy(), steps=3, path=path))
+
+
+@on_ranks(2)
+def test_paths_that_are_not_checkpoints_are_refused_by_name_and_not_overwritten(tmp_path):  # P6
+    def error_of(name: str) -> str:
+        return raised(lambda: fit(tmp_path, FSDP2Strategy(), steps=1, path=tmp_path / name))
+
+    if dist.get_rank() == 0:
+        (tmp_path / "folder.ckpt").mkdir()
+        (tmp_path / "folder.ckpt" / "notes.txt").write_text("mine")
+        (tmp_path / "junk.ckpt").write_bytes(b"junk" * 100)
+    dist.barrier()
+    assert error_of("nothing.ckpt").startswith("CheckpointNotFoundError")
+    assert "notes.txt" in error_of("folder.ckpt")
+    assert error_of("junk.ckpt").startswith("CorruptCheckpointError")
+    _, trainer = fit(tmp_path, FSDP2Strategy(), steps=1)
+    over = raised(lambda: trainer.save_checkpoint(tmp_path / "folder.ckpt"))
+    assert over.startswith("CheckpointExistsError") and (tmp_path / "folder.ckpt" / "notes.txt").exists()

@@ -29,12 +29,12 @@ from tests.integrations.lightning_runs import (
     equal,
     pl,
     raised,
+    rank_0_warns,
     saving,
     snapshot,
     trainer_of,
 )
-from tests.integrations.on_ranks import on_ranks, rank_0_warns
-from tests.ranks import logged
+from tests.ranks import logged, on_ranks
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -167,13 +167,13 @@ def continues(work: Path, strategy: Any, save: Any, at: At, more: Callable[[], A
     raised(lambda: run(work, made(), more(), save, at, **options))
     again = run(work, made(), more(), stopping(work / "again"), path=newest(Path(save.dirpath)), **options)
     ends_like(straight, again)
-    assert counters(straight[1]) == counters(again[1])
 
 
 def ends_like(straight: Any, again: Any) -> None:
     """Check that a resumed run did what an uninterrupted one did at its end, and has the same state."""
     assert again[2] == straight[2][len(straight[2]) - len(again[2]) :]
     assert equal(state(*straight[:2]), state(*again[:2]))
+    assert counters(straight[1]) == counters(again[1])
 
 
 # Where the signal arrives: hook, epoch, batch. There are two epochs of four batches, each with a validation at its end.
@@ -196,9 +196,9 @@ STRATEGIES: dict[str, Any] = {"ddp": "ddp", "fsdp2": FSDP2Strategy}
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("name", STRATEGIES)
 @on_ranks(2)
-def test_a_run_stopped_by_a_signal_on_one_rank_resumes_bit_equal(work, name, place, limit):
+def test_a_run_stopped_by_a_signal_on_one_rank_resumes_bit_equal(tmp_path, name, place, limit):
     at = At(*PLACES[place], ranks=[1])
-    continues(work, STRATEGIES[name], stopping(work / "c"), at, module=Scheduled, **LIMITS[limit])
+    continues(tmp_path, STRATEGIES[name], stopping(tmp_path / "c"), at, module=Scheduled, **LIMITS[limit])
 
 
 OTHER: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -216,23 +216,10 @@ OTHER: dict[str, tuple[Any, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("case", OTHER)
 @on_ranks(2, 1)
-def test_a_run_stopped_by_a_signal_on_all_ranks_resumes_bit_equal(work, case):
-    at, options = OTHER[case]
-    folder = work / str(dist.get_world_size())
-    continues(
-        folder,
-        "auto" if dist.get_world_size() == 1 else "ddp",
-        stopping(folder / "c"),
-        At(*at),
-        **{"max_steps": 2 * BATCHES, **options},
-    )
-
-
-@pytest.mark.parametrize("place", ["in the last batch", "in a validation", "at the end of an epoch"])
-@on_ranks(2)
-def test_a_module_that_steps_its_optimizers_itself_resumes_bit_equal(work, place):
-    options = {"module": Two, "max_epochs": 2}
-    continues(work, FSDP2Strategy, stopping(work / "c"), At(*PLACES[place]), **options)
+def test_a_run_stopped_by_a_signal_on_all_ranks_resumes_bit_equal(tmp_path, case):
+    (at, options), ranks = OTHER[case], dist.get_world_size()
+    folder, limits = tmp_path / str(ranks), {"max_steps": 2 * BATCHES, **options}
+    continues(folder, "auto" if ranks == 1 else "ddp", stopping(folder / "c"), At(*at), **limits)
 
 
 class Average(EMAWeightAveraging):
@@ -242,55 +229,63 @@ class Average(EMAWeightAveraging):
         super().__init__(decay=0.5)
 
 
+SPECIAL: dict[str, tuple[Any, dict[str, Any]]] = {
+    "steps its optimizers itself": (FSDP2Strategy, {"module": Two}),
+    "averages its weights": ("ddp", {"more": Average}),
+}
+
+
 @pytest.mark.parametrize("place", ["in the last batch", "in a validation", "at the end of an epoch"])
+@pytest.mark.parametrize("kind", SPECIAL)
 @on_ranks(2)
-def test_averaged_weights_are_never_saved_as_the_trained_ones(work, place):
-    continues(work, "ddp", stopping(work / "c"), At(*PLACES[place]), more=Average, max_epochs=2)
+def test_a_stopped_run_of_a_special_kind_resumes_bit_equal(tmp_path, kind, place):
+    strategy, options = SPECIAL[kind]
+    continues(tmp_path, strategy, stopping(tmp_path / "c"), At(*PLACES[place]), max_epochs=2, **options)
 
 
 @on_ranks(2)
-def test_a_stopped_trainer_can_fit_and_test_again(work):
-    save = stopping(work / "c")
-    module, trainer, did = run(work, "ddp", save, At("on_train_batch_start", 0, 1, ranks=[1]), max_epochs=1)
+def test_a_stopped_trainer_can_fit_and_test_again(tmp_path):
+    save = stopping(tmp_path / "c")
+    module, trainer, did = run(tmp_path, "ddp", save, At("on_train_batch_start", 0, 1, ranks=[1]), max_epochs=1)
     assert did[-1] == "stopped" and trainer.received_sigterm
     trainer.callbacks.remove(next(callback for callback in trainer.callbacks if isinstance(callback, At)))
-    trainer.fit(module, StatefulDataLoader(Epochs(BATCHES), batch_size=2), ckpt_path=str(newest(work / "c")))
+    trainer.fit(module, StatefulDataLoader(Epochs(BATCHES), batch_size=2), ckpt_path=str(newest(tmp_path / "c")))
     assert trainer.global_step == BATCHES and not trainer.received_sigterm
     trainer.test(module, StatefulDataLoader(Epochs(2), batch_size=2), verbose=False)
 
 
 @on_ranks(2)
-def test_a_signal_after_the_last_batch_is_reported_and_the_next_one_ends_the_process(work):
+def test_a_signal_after_the_last_batch_is_reported_and_the_next_one_ends_the_process(tmp_path):
     before = signal.getsignal(signal.SIGTERM)
     with logged(name="ckptkit.integrations.lightning_signals") as texts:
         late = At("on_train_end", 1, ranks=[1])
-        _, trainer, did = run(work, "ddp", stopping(work / "c"), late, max_epochs=1)
+        _, trainer, did = run(tmp_path, "ddp", stopping(tmp_path / "c"), late, max_epochs=1)
     assert did[-1] == ("epoch ends", 0) and signal.getsignal(signal.SIGTERM) is before
     assert trainer.received_sigterm == (dist.get_rank() == 1) == any("training was already over" in t for t in texts)
 
 
 @on_ranks(2)
-def test_a_slurm_job_is_saved_and_requeued_between_two_batches(work):
+def test_a_slurm_job_is_saved_and_requeued_between_two_batches(tmp_path):
     def requeue(trainer: Any, _: Any) -> None:  # as Lightning's handler for SIGUSR1 does, if it detects Slurm
         trainer._signal_connector._slurm_sigusr_handler_fn(signal.SIGUSR1, None)
 
-    straight = run(work, FSDP2Strategy(), max_epochs=2)
+    straight = run(tmp_path, FSDP2Strategy(), max_epochs=2)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SLURM_JOB_ID", "7")  # there is no scontrol here, which Lightning only logs
         at = At("on_train_batch_start", 0, 3, ranks=[1], act=requeue)
-        run(work, FSDP2Strategy(), stopping(work / "c"), at, max_epochs=2)
-    ends_like(straight, run(work, FSDP2Strategy(), path=newest(work), max_epochs=2))
+        run(tmp_path, FSDP2Strategy(), stopping(tmp_path / "c"), at, max_epochs=2)
+    ends_like(straight, run(tmp_path, FSDP2Strategy(), path=newest(tmp_path), max_epochs=2))
 
 
 @on_ranks(2)
-def test_an_order_of_data_that_cannot_be_restored_is_warned_about(work):
+def test_an_order_of_data_that_cannot_be_restored_is_warned_about(tmp_path):
     def train(*callbacks: Any, path: Any = None) -> None:
         loader = StatefulDataLoader(Epochs(BATCHES), batch_size=2, shuffle=True)  # Lightning wraps torchdata's sampler
-        trainer_of(work, "ddp", *callbacks, steps=6).fit(Lit(), loader, ckpt_path=path and str(path))
+        trainer_of(tmp_path, "ddp", *callbacks, steps=6).fit(Lit(), loader, ckpt_path=path and str(path))
 
-    train(saving(work / "c", every=5))
+    train(saving(tmp_path / "c", every=5))
     with rank_0_warns("ckptkit.integrations.lightning_state", "order of the data"):
-        train(saving(work / "again", every=100), path=newest(work / "c"))
+        train(saving(tmp_path / "again", every=100), path=newest(tmp_path / "c"))
 
 
 class Uneven(IterableDataset):
@@ -301,16 +296,18 @@ class Uneven(IterableDataset):
 
 
 class Alone(Lit):
+    """Validates without communication."""
+
     def validation_step(self, batch: torch.Tensor, _: int) -> None:
         self.model(batch)
 
 
 @on_ranks(2)
-def test_ranks_with_different_numbers_of_validation_batches_stop_after_the_validation(work):
+def test_ranks_with_different_numbers_of_validation_batches_stop_after_the_validation(tmp_path):
     validation = torch.utils.data.DataLoader(Uneven(), batch_size=2)
     stop = At("on_validation_batch_start", 0, 1, ranks=[1])
-    did = run(work, "ddp", stopping(work / "c"), stop, module=Alone, max_epochs=2, validation=validation)[2]
-    assert did[-2:] == [("epoch ends", 0), "stopped"] and newest(work / "c").name == f"step={BATCHES}.ckpt"
+    did = run(tmp_path, "ddp", stopping(tmp_path / "c"), stop, module=Alone, max_epochs=2, validation=validation)[2]
+    assert did[-2:] == [("epoch ends", 0), "stopped"] and newest(tmp_path / "c").name == f"step={BATCHES}.ckpt"
 
 
 REGULAR: dict[str, dict[str, Any]] = {
@@ -323,47 +320,40 @@ REGULAR: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("limit", LIMITS)
 @pytest.mark.parametrize("when", REGULAR)
 @on_ranks(2)
-def test_a_run_resumes_bit_equal_from_its_regular_checkpoints(work, when, limit):
-    save = ManagedCheckpoint(dirpath=work / "c", filename="{step}", **REGULAR[when])
+def test_a_run_resumes_bit_equal_from_its_regular_checkpoints(tmp_path, when, limit):
+    save = ManagedCheckpoint(dirpath=tmp_path / "c", filename="{step}", **REGULAR[when])
     end = At("on_train_batch_start", 1, 2, act=crash)
-    continues(work, "ddp", save, end, module=Scheduled, **LIMITS[limit])
+    continues(tmp_path, "ddp", save, end, module=Scheduled, **LIMITS[limit])
 
 
 @on_ranks(2)
-def test_a_run_with_more_steps_continues_the_epoch_that_max_steps_ended(work):
-    straight = run(work, "ddp", max_steps=8)
-    save = ManagedCheckpoint(dirpath=work / "c", every_n_epochs=1, save_on_train_epoch_end=True)
-    run(work, "ddp", save, max_steps=6)
-    again = run(work, "ddp", stopping(work / "again"), path=newest(work / "c"), max_steps=8)
-    ends_like(straight, again)
-    assert counters(straight[1]) == counters(again[1])
+def test_a_run_with_more_steps_continues_the_epoch_that_max_steps_ended(tmp_path):
+    straight = run(tmp_path, "ddp", max_steps=8)
+    save = ManagedCheckpoint(dirpath=tmp_path / "c", every_n_epochs=1, save_on_train_epoch_end=True)
+    run(tmp_path, "ddp", save, max_steps=6)
+    ends_like(straight, run(tmp_path, "ddp", stopping(tmp_path / "again"), path=newest(tmp_path / "c"), max_steps=8))
 
 
 @on_ranks(2)
-def test_a_resumed_run_does_not_save_between_the_batches_of_one_step(work):
+def test_a_resumed_run_does_not_save_between_the_batches_of_one_step(tmp_path):
     options = {"accumulate_grad_batches": 2, "validates": False}
-    run(work, "ddp", saving(work / "c", every=2), max_steps=2, **options)
+    run(tmp_path, "ddp", saving(tmp_path / "c", every=2), max_steps=2, **options)
     end = At("on_train_batch_end", 1, 0, act=crash)
-    again = (saving(work / "again", every=2), end)
-    assert "the node is gone" in raised(
-        lambda: run(work, "ddp", *again, path=newest(work / "c"), max_steps=4, **options)
-    )
-    assert not list((work / "again").glob("*.ckpt"))
+    again = {"path": newest(tmp_path / "c"), "max_steps": 4, **options}
+    assert "the node is gone" in raised(lambda: run(tmp_path, "ddp", saving(tmp_path / "again", every=2), end, **again))
+    assert not list((tmp_path / "again").glob("*.ckpt"))
 
 
-@pytest.mark.parametrize(
-    ("hook", "options", "text"),
-    [
-        ("on_train_batch_start", {}, "inside a training batch"),
-        ("on_train_batch_end", {}, "before the module's on_train_batch_end"),
-        ("on_train_batch_end", {"accumulate_grad_batches": 3}, "between the batches of one optimizer step"),
-    ],
-)
+@pytest.mark.parametrize(("hook", "options", "text"), [
+    ("on_train_batch_start", {}, "inside a training batch"),
+    ("on_train_batch_end", {}, "before the module's on_train_batch_end"),
+    ("on_train_batch_end", {"accumulate_grad_batches": 3}, "between the batches of one optimizer step"),
+])  # fmt: skip
 @on_ranks(2)
-def test_a_save_that_no_run_can_continue_exactly_is_warned_about(work, hook, options, text):
-    save = At(hook, 0, 1, act=lambda trainer, _: trainer.save_checkpoint(work / "early.ckpt"))
+def test_a_save_that_no_run_can_continue_exactly_is_warned_about(tmp_path, hook, options, text):
+    save = At(hook, 0, 1, act=lambda trainer, _: trainer.save_checkpoint(tmp_path / "early.ckpt"))
     with rank_0_warns("ckptkit.integrations.lightning_position", text):
-        run(work, FSDP2Strategy(), save, module=Lit if options else Scheduled, max_epochs=1, **options)
+        run(tmp_path, FSDP2Strategy(), save, module=Lit if options else Scheduled, max_epochs=1, **options)
 
 
 class Stream(IterableDataset):
@@ -381,16 +371,16 @@ class Stream(IterableDataset):
     ],
 )
 @on_ranks(2)
-def test_a_save_inside_an_epoch_of_unknown_length_is_warned_about(work, loader, text):
+def test_a_save_inside_an_epoch_of_unknown_length_is_warned_about(tmp_path, loader, text):
     with rank_0_warns("ckptkit.integrations.lightning_position", text):
-        trainer_of(work, "ddp", saving(work, every=3), steps=4).fit(Lit(), loader(Stream(), batch_size=2))
+        trainer_of(tmp_path, "ddp", saving(tmp_path, every=3), steps=4).fit(Lit(), loader(Stream(), batch_size=2))
 
 
 @on_ranks(2)
-def test_an_exception_on_one_rank_saves_nothing_and_ends_the_rank_soon(work):
+def test_an_exception_on_one_rank_saves_nothing_and_ends_the_rank_soon(tmp_path):
     lightning_signals._GATHER_S = 0.2  # instead of a minute
-    save = stopping(work / "c")
+    save = stopping(tmp_path / "c")
     end = At("on_train_batch_end", 0, 1, ranks=[0], act=lambda *two: save.on_exception(*two, RuntimeError("only here")))
     with rank_0_warns("ckptkit.integrations.lightning_callback", "nothing was saved"):
-        run(work, "ddp", end, save, max_epochs=1)
-    assert not list((work / "c").glob("*.ckpt"))
+        run(tmp_path, "ddp", end, save, max_epochs=1)
+    assert not list((tmp_path / "c").glob("*.ckpt"))

@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 pytest.importorskip("lightning")
@@ -32,14 +31,14 @@ from tests.integrations.lightning_runs import (
     evaluated,
     fit,
     loader,
+    model_keys,
     raised,
-    restores,
     resumes,
     saving,
     snapshot,
     trainer_of,
 )
-from tests.integrations.on_ranks import on_ranks
+from tests.ranks import on_ranks
 from tests.storage import servers
 
 pytestmark = pytest.mark.timeout(600)
@@ -56,14 +55,14 @@ def group_seed() -> int:
 
 
 @on_ranks(4, 2)
-def test_a_run_with_tensor_parallel_ranks_is_resumed_bit_equal_also_on_two_ranks(work):
+def test_a_run_with_tensor_parallel_ranks_is_resumed_bit_equal_also_on_two_ranks(tmp_path):
     if dist.get_world_size() == 2:
-        saved, first = torch.load(work / "rank-0.pt", weights_only=False), First()
-        _, trainer = fit(work, FSDP2Strategy(), first, steps=6, path=work / "tp.ckpt")
+        saved, first = torch.load(tmp_path / "rank-0.pt", weights_only=False), First()
+        _, trainer = fit(tmp_path, FSDP2Strategy(), first, steps=6, path=tmp_path / "tp.ckpt")
         assert equal(saved, first.state)
         assert (trainer.global_step, len(first.state["moments"])) == (6, 18)
         return
-    module, trainer = resumes(work, lambda: planned(2, 2), fresh=lambda: {"seed": group_seed()})
+    module, trainer = resumes(tmp_path, lambda: planned(2, 2), fresh=lambda: {"seed": group_seed()})
     placed = {name: str(parameter.placements) for name, parameter in module.named_parameters()}
     assert placed["model.blocks.1.0.weight"] == "(Shard(dim=0), Shard(dim=1))"
     assert placed["model.blocks.1.0.bias"] == "(Shard(dim=0), Replicate())"
@@ -71,21 +70,21 @@ def test_a_run_with_tensor_parallel_ranks_is_resumed_bit_equal_also_on_two_ranks
     assert (list(mesh.mesh.shape), list(mesh.mesh_dim_names)) == ([2, 1, 2], DIMENSIONS)
     # Ranks of one tensor-parallel group draw the same part of a dataset.
     assert trainer.strategy.distributed_sampler_kwargs["num_replicas"] == 2
-    trainer.save_checkpoint(work / "tp.ckpt")
-    torch.save(snapshot(module, trainer), work / f"rank-{dist.get_rank()}.pt")
+    trainer.save_checkpoint(tmp_path / "tp.ckpt")
+    torch.save(snapshot(module, trainer), tmp_path / f"rank-{dist.get_rank()}.pt")
 
 
 @on_ranks(4)
-def test_tensor_parallel_ranks_without_a_plan_are_refused(work):
-    assert raised(lambda: fit(work, FSDP2Strategy(2, 2), steps=1)).startswith("UsageError")
-    error = raised(lambda: fit(work, FSDP2Strategy(2, 2, use_hf_tp_plan=False), steps=1))
+def test_tensor_parallel_ranks_without_a_plan_are_refused(tmp_path):
+    assert raised(lambda: fit(tmp_path, FSDP2Strategy(2, 2), steps=1)).startswith("UsageError")
+    error = raised(lambda: fit(tmp_path, FSDP2Strategy(2, 2, use_hf_tp_plan=False), steps=1))
     assert "custom_tp_plan" in error
 
 
 @on_ranks(4)
-def test_the_mesh_has_three_dimensions_with_tensor_parallel_innermost(work):
+def test_the_mesh_has_three_dimensions_with_tensor_parallel_innermost(tmp_path):
     strategy = planned(1, 2, 2)
-    assert fit(work, strategy, steps=1, seed=group_seed())[1].global_step == 1
+    assert fit(tmp_path, strategy, steps=1, seed=group_seed())[1].global_step == 1
     mesh = strategy.device_mesh
     assert (list(mesh.mesh.shape), list(mesh.mesh_dim_names)) == ([1, 2, 2], DIMENSIONS)
     first = 2 * (dist.get_rank() // 2)
@@ -93,17 +92,17 @@ def test_the_mesh_has_three_dimensions_with_tensor_parallel_innermost(work):
 
 
 @on_ranks(4, 2)
-def test_a_run_with_replicas_is_resumed_bit_equal_and_each_shard_is_written_once(work):
+def test_a_run_with_replicas_is_resumed_bit_equal_and_each_shard_is_written_once(tmp_path):
     if dist.get_world_size() == 2:
         first = First()
-        _, trainer = fit(work, FSDP2Strategy(), first, steps=6, path=work / "hsdp.ckpt")
+        _, trainer = fit(tmp_path, FSDP2Strategy(), first, steps=6, path=tmp_path / "hsdp.ckpt")
         assert (first.state["step"], trainer.global_step, len(first.state["moments"])) == (4, 6, 18)
         return
     made = {"device_mesh": (2, 2), "sharding_strategy": "HYBRID_SHARD"}
-    module, trainer = resumes(work, lambda: FSDP2Strategy(**made))
+    module, trainer = resumes(tmp_path, lambda: FSDP2Strategy(**made))
     assert str(next(module.parameters()).placements) == "(Replicate(), Shard(dim=0))"
-    trainer.save_checkpoint(work / "hsdp.ckpt")
-    files = read_record(open_store(str(work / "hsdp.ckpt"))).files
+    trainer.save_checkpoint(tmp_path / "hsdp.ckpt")
+    files = read_record(open_store(str(tmp_path / "hsdp.ckpt"))).files
     sizes = [file.nbytes for path, file in files.items() if path.endswith(".distcp")]
     assert len(sizes) == 4 and max(sizes) < 0.4 * sum(sizes)  # divided among the replicas
 
@@ -117,7 +116,7 @@ class Clipped(Lit):
 
 
 @on_ranks(2)
-def test_arguments_of_nemo_are_accepted_and_its_function_keeps_the_last_block_gathered(work):
+def test_arguments_of_nemo_are_accepted_and_its_function_keeps_the_last_block_gathered(tmp_path):
     calls: list[list[str]] = []
 
     def own(model: Any, device_mesh: Any, mp_policy: Any = None) -> None:
@@ -129,7 +128,7 @@ def test_arguments_of_nemo_are_accepted_and_its_function_keeps_the_last_block_ga
             calls.append([type(dataloader).__name__])
             return dataloader
 
-    module, _ = fit(work, FSDP2Strategy(parallelize_fn=own, data_sampler=Sampler()), steps=2)
+    module, _ = fit(tmp_path, FSDP2Strategy(parallelize_fn=own, data_sampler=Sampler()), steps=2)
     assert calls.count(["Net", *DIMENSIONS]) == 1
     assert ["StatefulDataLoader"] in calls
     groups = [block._get_fsdp_state()._fsdp_param_group for block in module.model.blocks]
@@ -137,29 +136,21 @@ def test_arguments_of_nemo_are_accepted_and_its_function_keeps_the_last_block_ga
 
 
 @on_ranks(2)
-def test_the_trainer_clips_by_the_norm_over_all_ranks(work):
-    module, _ = fit(work, FSDP2Strategy(), steps=2, module=Clipped(), gradient_clip_val=1e-3)
+def test_the_trainer_clips_by_the_norm_over_all_ranks(tmp_path):
+    module, _ = fit(tmp_path, FSDP2Strategy(), steps=2, module=Clipped(), gradient_clip_val=1e-3)
     assert module.norms == pytest.approx([1e-3, 1e-3], rel=1e-3)
 
 
 @on_ranks(2)
-def test_the_strategy_matches_optimizer_state_by_name_reduces_and_broadcasts_values(work):
-    _, trainer = fit(work, FSDP2Strategy(), steps=2)
+def test_the_strategy_matches_optimizer_state_by_name_reduces_and_broadcasts_values(tmp_path):
+    _, trainer = fit(tmp_path, FSDP2Strategy(), steps=2)
     strategy, rank = trainer.strategy, dist.get_rank()
     keys = strategy.optimizer_state(trainer.optimizers[0])["state"]
     assert len(keys) == 6 and "model.blocks.0.0.weight" in keys
     assert strategy.reduce(torch.tensor(float(rank))) == 0.5
     assert strategy.broadcast("from 0" if rank == 0 else None) == "from 0"
-    error = raised(lambda: trainer.save_checkpoint(work / "o.ckpt", storage_options={"a": 1}))
+    error = raised(lambda: trainer.save_checkpoint(tmp_path / "o.ckpt", storage_options={"a": 1}))
     assert error.startswith("UsageError: A save takes no storage_options")
-
-
-@pytest.mark.parametrize("name", ["SHARD_GRAD_OP", "no_shard"])
-@on_ranks(2)
-def test_other_sharding_strategies_give_the_same_weights(work, name):
-    expected = snapshot(*fit(work, FSDP2Strategy(), steps=2))["weights"]
-    found = snapshot(*fit(work, FSDP2Strategy(sharding_strategy=name), steps=2))["weights"]
-    assert all(torch.allclose(found[key], value, atol=1e-6) for key, value in expected.items())
 
 
 class Early(Lit):
@@ -173,62 +164,30 @@ class Early(Lit):
         return self.made
 
 
-class Fsdp1(Lit):
-    def configure_model(self) -> None:
-        if not isinstance(self.model, FullyShardedDataParallel):
-            self.model = FullyShardedDataParallel(self.model, device_id=torch.device("cpu"))
+@on_ranks(2)
+def test_impossible_settings_are_refused_with_a_hint(tmp_path):
+    assert "sharded" in raised(lambda: fit(tmp_path, FSDP2Strategy(), steps=1, module=Early()))
+    fit(tmp_path, FSDP2Strategy(), steps=1, module=Two())[1].save_checkpoint(tmp_path / "two.ckpt")
+    assert "optimizer" in raised(lambda: fit(tmp_path, FSDP2Strategy(), steps=2, path=tmp_path / "two.ckpt"))
 
 
 @on_ranks(2)
-def test_impossible_settings_are_refused_with_a_hint(work):
-    assert "sharded" in raised(lambda: fit(work, FSDP2Strategy(), steps=1, module=Early()))
-    assert "FSDP1" in raised(lambda: fit(work, FSDP2Strategy(), steps=1, module=Fsdp1()))
-    fit(work, FSDP2Strategy(), steps=1, module=Two())[1].save_checkpoint(work / "two.ckpt")
-    assert "optimizer" in raised(lambda: fit(work, FSDP2Strategy(), steps=2, path=work / "two.ckpt"))
-
-
-@on_ranks(2)
-def test_offloaded_weights_are_resumed_bit_equal_and_saved_whole(work):  # NB3
-    module, _ = resumes(work, lambda: "fsdp2_cpu_offload")
+def test_offloaded_weights_are_resumed_bit_equal_and_saved_whole(tmp_path):  # NB3
+    module, _ = resumes(tmp_path, lambda: "fsdp2_cpu_offload")
     assert {parameter.device.type for parameter in module.parameters()} == {"cpu"}
-    _, trainer = fit(work, FSDP2Strategy(cpu_offload=True, state_dict_type="full"), steps=1)
-    trainer.save_checkpoint(work / "full.ckpt")
-    assert list(open_checkpoint(str(work / "full.ckpt"))["model.model.head.weight"].shape) == [3, 8]
+    _, trainer = fit(tmp_path, FSDP2Strategy(cpu_offload=True, state_dict_type="full"), steps=1)
+    trainer.save_checkpoint(tmp_path / "full.ckpt")
+    assert list(open_checkpoint(str(tmp_path / "full.ckpt"))["model.model.head.weight"].shape) == [3, 8]
 
 
 @on_ranks(2)
-def test_activation_checkpointing_does_not_change_names(work):
-    def made(policy: Any) -> FSDP2Strategy:
-        return FSDP2Strategy(activation_checkpointing_policy=policy, auto_wrap_policy={nn.Sequential})
-
-    calls, keys = [], []
-    for policy in ({nn.Sequential}, None):
-        calls.append(0)
-
-        def counted(*_: Any) -> None:
-            calls[-1] += 1
-
-        def module() -> Lit:
-            made = Lit()
-            made.model.blocks[0][1].register_forward_pre_hook(counted)
-            return made
-
-        restores(work / str(policy), lambda policy=policy: made(policy), build=module, by=lambda: made(None), into=Lit)
-        keys.append(sorted(open_checkpoint(str(work / str(policy) / "saved.ckpt"))))
-    assert calls[0] == 2 * calls[1]
-    assert keys[0] == keys[1]
-
-
-class Compiled(Lit):
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = torch.compile(self.model, backend="eager")
-
-
-@on_ranks(2)
-def test_a_plain_model_loads_the_checkpoint_of_a_compiled_one(work):
-    module, _ = restores(work, FSDP2Strategy, build=Compiled, into=Lit)
-    assert any("_orig_mod." in name for name, _ in module.named_parameters())
+def test_checkpointed_activations_are_computed_again_and_do_not_change_names(tmp_path):
+    module, calls = Lit(), []
+    module.model.blocks[0][1].register_forward_pre_hook(lambda *_: calls.append(1))
+    strategy = FSDP2Strategy(activation_checkpointing_policy={nn.Sequential}, auto_wrap_policy={nn.Sequential})
+    fit(tmp_path, strategy, steps=2, module=module)[1].save_checkpoint(tmp_path / "saved.ckpt")
+    assert len(calls) == 2 * 2
+    assert model_keys(tmp_path / "saved.ckpt") == sorted(f"model.{name}" for name in Lit().state_dict())
 
 
 class Meta(Lit):
@@ -264,15 +223,15 @@ class Scaled(Meta):
 
 
 @on_ranks(2)
-def test_a_model_made_on_the_meta_device_is_resumed_bit_equal(work):
-    straight = snapshot(*fit(work, FSDP2Strategy(), saving(work, every=2, keep=-1), steps=4))
-    resumed = fit(work, FSDP2Strategy(), steps=4, module=Meta(), path=work / "step=2.ckpt")
+def test_a_model_made_on_the_meta_device_is_resumed_bit_equal(tmp_path):
+    straight = snapshot(*fit(tmp_path, FSDP2Strategy(), saving(tmp_path, every=2, keep=-1), steps=4))
+    resumed = fit(tmp_path, FSDP2Strategy(), steps=4, module=Meta(), path=tmp_path / "step=2.ckpt")
     assert equal(straight, snapshot(*resumed))
 
 
 @on_ranks(2)
-def test_a_model_created_under_init_module_gets_its_values(work):
-    trainer = trainer_of(work, FSDP2Strategy())
+def test_a_model_created_under_init_module_gets_its_values(tmp_path):
+    trainer = trainer_of(tmp_path, FSDP2Strategy())
     with trainer.init_module(empty_init=True):
         module = Lit()
     assert next(module.parameters()).device.type == "meta"
@@ -281,10 +240,10 @@ def test_a_model_created_under_init_module_gets_its_values(work):
 
 
 @on_ranks(2)
-def test_modules_without_reset_parameters_are_listed_in_a_warning(work):
+def test_modules_without_reset_parameters_are_listed_in_a_warning(tmp_path):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        trainer_of(work, FSDP2Strategy()).fit(Scaled(), loader())
+        trainer_of(tmp_path, FSDP2Strategy()).fit(Scaled(), loader())
     warned = [str(item.message) for item in caught if "reset_parameters" in str(item.message)]
     if dist.get_rank() == 0:
         assert len(warned) == 1 and "Scale (0.scale)" in warned[0]
@@ -298,7 +257,7 @@ def s3() -> Iterator[dict[str, str]]:
 
 
 @on_ranks(2)
-def test_a_run_on_s3_is_saved_rotated_resumed_tested_and_removed(work, s3):
+def test_a_run_on_s3_is_saved_rotated_resumed_tested_and_removed(tmp_path, s3):
     def callback() -> ManagedCheckpoint:
         return saving(url, monitor="loss_of_step", save_last=True)
 
@@ -306,14 +265,14 @@ def test_a_run_on_s3_is_saved_rotated_resumed_tested_and_removed(work, s3):
     with pytest.MonkeyPatch.context() as patch:
         for name, value in s3.items():
             patch.setenv(name, value)
-        straight = snapshot(*fit(work, FSDP2Strategy(), steps=4))
-        fit(work, FSDP2Strategy(), callback(), steps=3)
+        straight = snapshot(*fit(tmp_path, FSDP2Strategy(), steps=4))
+        fit(tmp_path, FSDP2Strategy(), callback(), steps=3)
         save, first = callback(), First()
-        module, trainer = fit(work, FSDP2Strategy(), save, first, steps=4, path="last")
+        module, trainer = fit(tmp_path, FSDP2Strategy(), save, first, steps=4, path="last")
         assert first.state["step"] == 3
         assert equal(straight, snapshot(module, trainer))
         assert save.best_model_path.startswith(f"{url}/") and evaluated(trainer, module, "best") > 0
-        missing = raised(lambda: fit(work, FSDP2Strategy(), steps=1, path=f"{url}/nothing.ckpt"))
+        missing = raised(lambda: fit(tmp_path, FSDP2Strategy(), steps=1, path=f"{url}/nothing.ckpt"))
         assert missing.startswith("CheckpointNotFoundError") and f"{url}/nothing.ckpt" in missing
         store = open_store(url)
         kept = sorted({item.path for item in store.list() if item.path.endswith(".ckpt")})

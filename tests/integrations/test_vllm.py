@@ -15,7 +15,10 @@ import pytest
 import torch
 
 from ckptkit import CheckpointManager, TrainState, convert
+from tests.lazy import LazyModule
 from tests.offline.exports import read_model
+
+transformers = LazyModule("transformers")
 
 PYTHON = os.environ.get("PYTHON_WITH_VLLM", "")
 pytestmark = [
@@ -41,23 +44,16 @@ MODELS: dict[str, dict[str, Any]] = {
 PROMPTS = [[1, *((7 * i * i + 3 * i + seed) % 300 + 10 for i in range(24))] for seed in range(3)]
 
 
-def trained(folder: Path, kind: str) -> str:
-    """Save a model as a run of ckptkit, in float32."""
-    transformers = pytest.importorskip("transformers")
-    config = getattr(transformers, f"{kind}Config")(**SIZES, **MODELS[kind])
-    torch.manual_seed(0)
-    model = getattr(transformers, f"{kind}ForCausalLM")(config)
-    with CheckpointManager(str(folder)) as manager:
-        manager.save(1, TrainState(model=model, optimizer=None, step=1))
-    return str(folder)
-
-
 @pytest.fixture(scope="module")
 def exports(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Export each model plain (`KIND`) and in FP8 (`KIND-fp8`), and let vLLM run all of them in one process."""
     folder = tmp_path_factory.mktemp("exports")
-    for kind in MODELS:
-        run = trained(folder / "runs" / kind, kind)
+    for kind, sizes in MODELS.items():
+        torch.manual_seed(0)
+        config = getattr(transformers, f"{kind}Config")(**SIZES, **sizes)
+        run = str(folder / "runs" / kind)
+        with CheckpointManager(run) as manager:
+            manager.save(1, TrainState(model=getattr(transformers, f"{kind}ForCausalLM")(config), step=1))
         convert(run, str(folder / kind), verify=True)
         convert(run, str(folder / f"{kind}-fp8"), dtype="bf16", quantize="fp8-block", verify=True)
     (folder / "prompts.json").write_text(json.dumps(PROMPTS))
@@ -72,19 +68,13 @@ def in_vllm(model: Path) -> dict[str, Any]:
     return made
 
 
-def in_transformers(model: Path, tokens: list[int]) -> torch.Tensor:
-    """Return the log probabilities of all tokens at each position but the first."""
-    transformers = pytest.importorskip("transformers")
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(model)
-    with torch.no_grad():
-        return loaded(torch.tensor([tokens])).logits[0].float().log_softmax(-1)
-
-
 def check_outputs(found: dict[str, Any], model: Path, tolerance: float) -> None:
     """Compare the log probability of each token, and require that each greedy token is transformers' choice."""
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(model)
     for prompt, request in zip(PROMPTS, found["found"], strict=True):
         every = [*prompt, *request["tokens"]]
-        scores = in_transformers(model, every)
+        with torch.no_grad():
+            scores = loaded(torch.tensor([every])).logits[0].float().log_softmax(-1)
         expected = scores[range(len(prompt) - 1), prompt[1:]]
         torch.testing.assert_close(torch.tensor(request["logprobs"]), expected, atol=tolerance, rtol=0)
         chosen = scores[len(prompt) - 1 : -1]
