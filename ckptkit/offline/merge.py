@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -51,6 +52,8 @@ if TYPE_CHECKING:
 Bytes = npt.NDArray[np.uint8]
 Sums: TypeAlias = Literal["fp32", "fp64"]
 _NAMED = 5
+_LABELS = ("_name_or_path", "transformers_version", "peft_version")
+_SCALING = ("lora_alpha", "alpha_pattern", "rank_pattern", "use_rslora", "use_dora", "fan_in_fan_out")
 _PIECE = 1 << 18  # elements; larger pieces leave the cache, and smaller ones wait for the GIL more often
 
 
@@ -318,7 +321,12 @@ def _combined(
         else:
             copied.append(name)
             result.append(newest)
-    notes = [said, *(note for part in parts for note in part.notes)]
+    notes = [said, *_compare_configs(opened, parts), *(note for part in parts for note in part.notes)]
+    if any(".lora_" in name for name in named[-1]):
+        notes.append(
+            "lora_A and lora_B are averaged separately, so the result is not the average of the adapted models. For "
+            "that, first merge each adapter into its base model (convert --merge-adapter)"
+        )
     if any(map(_is_quantized, parts)):
         notes.append("quantized weights were dequantized to fp32, summed, and rounded once")
     if copied:
@@ -341,6 +349,28 @@ def _refuse_parts(opened: Sequence[Source], parts: Sequence[HFExport]) -> None:
                 "quantized weights is not that of their codes and scales: merge weights that are not quantized, or "
                 "--exclude these."
             )
+
+
+def _compare_configs(opened: Sequence[Source], parts: Sequence[HFExport]) -> Iterator[str]:
+    """Yield a note for each source whose config.json or adapter_config.json differs from that of the last source.
+
+    Raises:
+        CheckpointMismatchError: The adapters scale the products of their factors differently.
+    """
+    for name in ("config.json", "adapter_config.json"):
+        contents = [next((file for file in part.files if file.path == name), None) for part in parts]
+        configs = [json.loads(b"".join(part.data for part in file.literals)) if file else {} for file in contents]
+        last = configs[-1]
+        for source, config in zip(opened, configs, strict=True):
+            keys = sorted(config.keys() | last.keys()) if config and last else []
+            differing = [key for key in keys if key not in _LABELS and config.get(key) != last.get(key)]
+            if scaling := [key for key in differing if name == "adapter_config.json" and key in _SCALING]:
+                raise CheckpointMismatchError(
+                    f"{source.url} and {opened[-1].url} have adapters with different {', '.join(scaling)}, so their "
+                    "factors cannot be averaged. First merge each adapter into its base model: convert --merge-adapter."
+                )
+            if differing:
+                yield f"{name} is from the last source; {source.url} has another {first_few(differing, 3)}"
 
 
 def _check_names(opened: Sequence[Source], named: Sequence[Mapping[str, OutputTensor]]) -> None:

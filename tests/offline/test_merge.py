@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from ckptkit import CheckpointManager, TrainState, convert
 from ckptkit.catalog.box import Box
@@ -350,3 +351,28 @@ def test_a_quantized_source_without_its_scale_is_refused(tmp_path):
     del state["a.weight_scale_inv"]
     write_model(Path(made[1]), state)
     refused(CheckpointMismatchError, rf"^{made[1]}: .*a\.weight", merge, made, tmp_path / "out")
+
+
+def adapter(folder: Path, **config: Any) -> str:
+    names = [f"base_model.model.model.layers.0.self_attn.q_proj.lora_{factor}.weight" for factor in "AB"]
+    folder.mkdir()
+    save_file({names[0]: torch.ones(2, 8), names[1]: torch.ones(8, 2)}, folder / "adapter_model.safetensors")
+    written = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"], **config}
+    (folder / "adapter_config.json").write_text(json.dumps(written))
+    return str(folder)
+
+
+def test_adapters_are_merged_if_they_scale_their_factors_equally(tmp_path):
+    first, second = adapter(tmp_path / "a"), adapter(tmp_path / "b", lora_dropout=0.5)
+    notes = merge([first, second], tmp_path / "out").notes
+    assert any("lora_A and lora_B are averaged separately" in note for note in notes)
+    assert any(f"adapter_config.json is from the last source; {first} has another lora_dropout" in n for n in notes)
+    with pytest.raises(CheckpointMismatchError, match=r"different lora_alpha, use_rslora, so.*--merge-adapter"):
+        merge([first, adapter(tmp_path / "c", lora_alpha=8, use_rslora=True)], tmp_path / "refused")
+
+
+def test_another_config_of_an_earlier_source_is_noted(sources, tmp_path):
+    for source, theta in zip(sources[:2], (1e4, 5e5), strict=True):
+        (Path(source) / "config.json").write_text(json.dumps({"rope_theta": theta, "_name_or_path": source}))
+    notes = merge(sources[:2], tmp_path / "out").notes
+    assert f"config.json is from the last source; {sources[0]} has another rope_theta" in notes
