@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import shutil
+import threading
 
 import pytest
 
-from ckptkit import CheckpointManager
+from ckptkit import CheckpointManager, RetentionPolicy
 from ckptkit.checkpoint.run.address import resolve_url
 from ckptkit.errors import StorageError
 from ckptkit.formats import detect
@@ -64,3 +65,26 @@ def test_a_record_that_the_store_does_not_return_is_not_taken_for_a_damaged_one(
     monkeypatch.setattr(detect, "find_record", find)
     with pytest.raises(StorageError, match="no answer"):
         open_source(str(tmp_path))
+
+
+def test_the_root_of_a_run_can_always_be_opened_while_a_job_saves_with_max_num_1(tmp_path):
+    stop = threading.Event()
+    with CheckpointManager(tmp_path, retention=RetentionPolicy(max_num=1)) as manager:
+        manager.save(1, linear())
+
+        def reading():
+            try:
+                for _ in range(100):
+                    seen.append(open_source(str(tmp_path)).catalog.info.step)
+            finally:
+                stop.set()
+
+        seen = []
+        thread = threading.Thread(target=reading)
+        thread.start()
+        step = 1
+        while not stop.is_set():
+            step += 1
+            manager.save(step, linear())
+        thread.join()
+    assert len(seen) == 100 and seen == sorted(seen)

@@ -76,6 +76,12 @@ def test_what_differs_between_the_ranks_beside_their_random_states_is_kept(tmp_p
     assert found.objects["extra_state_1"] == {"data": {"at": 1}}
 
 
+@pytest.mark.parametrize("cpu", [1234, [torch.get_rng_state()], torch.zeros(4)])
+def test_a_random_state_of_torch_in_an_unknown_form_is_named(cpu, tmp_path):
+    found = parts_of({"rng_state": {"python": random.getstate(), "torch": cpu}}, tmp_path)
+    assert found.random == {} and found.unknown_random == ["rng_state"]
+
+
 @pytest.mark.parametrize("count", [1, 2])
 def test_the_random_states_of_several_gpus_are_named_because_it_is_unknown_which_is_the_ranks(count, tmp_path):
     """accelerate saves the states of all GPUs that a rank can see."""

@@ -172,6 +172,12 @@ def test_templates_with_unbound_placeholders_are_refused_at_construction(rule):
         NameMap("test", (rule,))
 
 
+@pytest.mark.parametrize("text", ["a.{", "a.{i:x}", "a}b", "{1}"])
+def test_malformed_templates_are_refused(text):
+    with pytest.raises(UsageError):
+        NamePattern(text)
+
+
 # --- inverse maps
 
 PAIRS: list[tuple[list[Rule], dict[str, Any]]] = [

@@ -119,12 +119,6 @@ def test_shards_that_do_not_belong_together_are_refused_by_name(ranks, tmp_path,
         reshard(url, str(tmp_path / "resharded"), world_size=3)
 
 
-def test_uneven_shards_that_split_no_block_are_joined(ranks, tmp_path):
-    ranks.run(save_shards, 3, str(tmp_path / "theirs"), [{"rows": 3}, {"rows": 3}, {"rows": 2}])
-    catalog, _ = opened(str(tmp_path / "theirs"))
-    assert catalog.tensors[f"{KEY}::codes"].shape == (8, 64) and catalog.tensors[f"{KEY}::scale"].shape == (8, 1)
-
-
 def test_shards_that_split_a_block_are_refused_with_the_numbers(ranks, tmp_path):
     """A block of 64 elements is two rows of a shard with 32 columns, but one row of the tensor."""
     url = str(tmp_path / "theirs")

@@ -15,7 +15,7 @@ from torch import nn
 import ckptkit
 from ckptkit import CheckpointManager, StateDictType, TrainState, convert, open_checkpoint, reshard
 from ckptkit.catalog.entry import Catalog, Role
-from ckptkit.errors import CorruptCheckpointError, IncompleteCheckpointError, IntegrityError
+from ckptkit.errors import CheckpointNotFoundError, CorruptCheckpointError, IncompleteCheckpointError, IntegrityError
 from ckptkit.formats.own.reader import open_catalog, open_manifest
 from ckptkit.storage.local import LocalStore
 from tests.checkpoint import states
@@ -57,6 +57,11 @@ def test_the_objects_next_to_the_manifest_are_entries(tmp_path):
     found = opened(saved_step(tmp_path)).objects
     assert (found["optimizer"].role, found["rng.0"].role) == (Role.OPTIMIZER, Role.OTHER)
     assert found["optimizer"].value["param_groups"][0]["params"] == ["weight", "bias"]
+
+
+def test_a_directory_without_record_and_manifest_is_not_a_checkpoint(tmp_path):
+    with pytest.raises(CheckpointNotFoundError):
+        opened(tmp_path)
 
 
 @pytest.mark.parametrize("kind", list(StateDictType))

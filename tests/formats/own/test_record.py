@@ -21,7 +21,7 @@ from ckptkit.errors import (
     UsageError,
 )
 from ckptkit.formats.own import record as layout
-from ckptkit.formats.own.record import CommitRecord, FileRecord, data_store, find_record, step_name, step_of_name
+from ckptkit.formats.own.record import CommitRecord, FileRecord, find_record, step_name, step_of_name
 from ckptkit.storage.open import open_store
 
 FULL = CommitRecord(
@@ -165,9 +165,3 @@ def test_a_record_that_is_a_link_or_too_large_is_not_read(tmp_path, monkeypatch)
     monkeypatch.setattr(layout, "MAX_RECORD_BYTES", 10)
     with pytest.raises(CorruptCheckpointError, match="larger"):
         find_record(store, "real")
-
-
-def test_data_is_next_to_the_record_or_in_the_folder_of_the_save(tmp_path):
-    store = open_store(str(tmp_path))
-    assert data_store(store, FULL).url == f"{store.url}/0123456789abcdef"
-    assert data_store(store, dataclasses.replace(FULL, data="")) is store

@@ -91,6 +91,16 @@ def test_placements_that_do_not_fit_are_refused(placement, local_shape, error, t
         local_parts((4,), (2,), (0,), (placement,), local_shape=local_shape)
 
 
+def test_slices_point_to_the_bytes_of_their_box():
+    local = np.arange(12, dtype=np.float32).reshape(4, 3)
+    parts = local_parts((8, 3), (2,), (1,), (Placement("strided_shard", 0, 2),), local_shape=(4, 3))
+    stored = StoredTensor(Storage("f", "0", 48, "float32", start=100), "float32", (4, 3), (3, 1))
+    slices = slices_of(parts, stored, rank=1)
+    assert [s.box for s in slices] == [Box((2, 0), (2, 3)), Box((6, 0), (2, 3))]
+    assert [(s.start, s.nbytes, s.strides) for s in slices] == [(100, 24, None), (100 + 24, 24, None)]
+    assert local[2:].tobytes() == local.tobytes()[24:48]
+
+
 def test_a_transposed_local_tensor_keeps_its_strides():
     parts = local_parts((4, 3), (2,), (0,), (S0,))
     (found,) = slices_of(
