@@ -49,9 +49,10 @@ _OF_RANKS = ("rank-files", "verl", "lightrft", "accelerate")  # formats with one
 _ANY_CLASS = ReadOptions(allow_pickle=True)  # training_args.bin contains an instance of transformers' class
 _MAX_OTHERS = 8  # how many files are opened to find out whether they contain tensors
 _SAMPLES = 8
-# PEFT's files omit these parts of a PEFT model's names.
+# PEFT's files, or the base model's, omit these parts of a PEFT model's names.
 _ADAPTER = re.compile(
     r"(?<=\.)modules_to_save\.[^.]+\."
+    r"|(?<=\.)base_layer\."
     r"|(?<=\.lora_magnitude_vector)\.[^.]+\.weight$"
     r"|(?:(?<=\.lora_[AB])|(?<=\.lora_embedding_[AB]))\.(?!(?:weight|bias)$)[^.]+"
 )

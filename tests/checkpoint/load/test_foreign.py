@@ -389,6 +389,21 @@ def test_the_adapter_of_a_trainer_is_restored_with_its_optimizer(tmp_path):
         assert torch.equal(optimizer.state[mine]["exp_avg"], its_optimizer.state[theirs]["exp_avg"]), fqn
 
 
+def test_the_base_model_of_an_adapter_is_loaded_under_the_names_without_peft(tmp_path):
+    peft = pytest.importorskip("peft")
+
+    def net() -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
+
+    base = net()
+    save_file(base.state_dict(), tmp_path / "model.safetensors")
+    adapted = peft.get_peft_model(net(), peft.LoraConfig(r=2, target_modules=["0"]))
+    report = states.load(tmp_path / "run", TrainState(model=adapted), str(tmp_path), strict=False)
+    assert all("lora_" in name for name in report.missing) and not report.unexpected
+    assert torch.equal(adapted.base_model.model[0].base_layer.weight, base[0].weight)
+    assert torch.equal(adapted.base_model.model[1].bias, base[1].bias)
+
+
 @pytest.mark.parametrize("name", ["scheduler.pt", "rng_state.pth"])
 def test_a_damaged_file_of_the_trainer_is_an_error(name, tmp_path):
     model, optimizer = stepped(1)
