@@ -582,6 +582,14 @@ def test_state_dict_hook_output_that_no_load_accepts_is_refused(tmp_path, kind):
     assert torch.equal(live.w, source.w) and live.scale == 6
 
 
+@pytest.mark.parametrize("stages", [2, nn.Sequential(nn.Linear(2, 2))], ids=["number", "modules"])
+def test_an_attribute_called_stages_does_not_make_a_model_a_pipeline(tmp_path, stages):
+    model = Packed()
+    model.stages = stages
+    said = "model: a state_dict hook adds scale"
+    check_refused(tmp_path / "run", TrainState(model=model, rng=False), said, state_dict_type="sharded")
+
+
 def test_a_load_names_keys_that_the_modules_own_load_rejects(tmp_path):
     root = save(tmp_path, TrainState(model=Taking(), rng=False))
     check_misfit(root, TrainState(model=Packed(), rng=False), r"scale .*does not accept it")

@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from ckptkit.checkpoint.state.model_tensors import without_wrappers
 from ckptkit.checkpoint.state.train_state import TrainState
 from ckptkit.errors import UsageError
 from ckptkit.formats.hf.side_files import find_side_files
@@ -29,11 +30,16 @@ def read_side_files(url: str) -> dict[str, bytes]:
 def side_files(state: TrainState) -> dict[str, bytes]:
     """Return the contents of each model's `config.json`, `generation_config.json` and `adapter_config.json`, by path.
 
-    Does not import transformers or peft: the code that made the model has already imported them.
+    Wrappers such as DDP are removed. Of a model's pipeline stages, the first that has a config is used. Does not import
+    transformers or peft: the code that made the model has already imported them.
     """
+    from ckptkit.checkpoint.state.stages import stages_of
+
     files: dict[str, bytes] = {}
-    for name, module in state.parts("model").items():
+    for name, part in state.parts("model").items():
         folder = f"{name}/" if name else ""
+        stages = [*map(without_wrappers, stages_of(part)), part]
+        module = next((stage for stage in stages if hasattr(stage, "config")), stages[0])
         if "peft" in sys.modules:
             files |= {f"{folder}{at}adapter_config.json": data for at, data in adapter_configs(module).items()}
         config: Any = getattr(module, "config", None)

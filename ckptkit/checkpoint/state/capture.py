@@ -91,6 +91,8 @@ def capture(state: TrainState, *, rank: int = 0, step: int | None = None) -> Cap
     from torch.distributed.tensor import DTensor
     from torch.nn import Parameter
 
+    from ckptkit.checkpoint.state.stages import stages_of
+
     check_whole(state)
     captured = Captured()
     models, optimizers = state.parts("model"), state.parts("optimizer")
@@ -109,7 +111,7 @@ def capture(state: TrainState, *, rank: int = 0, step: int | None = None) -> Cap
         if "bitsandbytes" in sys.modules:
             reasons.update(left_behind(canonical_modules(module)))
         refuse_hidden(f"{key}.", captured.models[key], filled=True, reasons=reasons)
-        for stage in getattr(module, "stages", (module,)):
+        for stage in stages_of(module):
             refuse_added_entries(key, stage, live if stage is module else live_state(stage))
         recipes.update({f"{key}.{fqn}": recipe for fqn, recipe in opened.items()})
         captured.aliases[key] = tied_names(module, live_models[key], captured.models[key], opened)

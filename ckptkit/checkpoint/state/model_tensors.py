@@ -135,21 +135,30 @@ def canonical_modules(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
     return {prefixes[raw]: child for raw, child in module.named_modules(remove_duplicate=False)}
 
 
+def without_wrappers(module: torch.nn.Module) -> torch.nn.Module:
+    """Return the model inside the wrappers of DDP, torch.compile, FSDP1 and activation checkpointing."""
+    while inner := [child for name, child in module.named_children() if _is_wrapped(name, module)]:
+        module = inner[0]
+    return module
+
+
 def _canonical_prefixes(module: torch.nn.Module) -> dict[str, str]:
     """Return {name in `named_modules`: canonical name, which lacks the prefixes that wrappers add}."""
-    from torch.nn.parallel import DataParallel, DistributedDataParallel
-
     found = {"": ""}
     modules = dict(module.named_modules(remove_duplicate=False))
     for raw in modules:
         if raw:
             parent, _, child = raw.rpartition(".")
-            wrapper = child in _WRAPPERS or (
-                child == "module" and isinstance(modules[parent], (DistributedDataParallel, DataParallel))
-            )
             base = found[parent]
-            found[raw] = base if wrapper else f"{base}.{child}".lstrip(".")
+            found[raw] = base if _is_wrapped(child, modules[parent]) else f"{base}.{child}".lstrip(".")
     return found
+
+
+def _is_wrapped(child: str, parent: torch.nn.Module) -> bool:
+    """Return whether `parent` is a wrapper, and its child of this name is the wrapped module."""
+    from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+    return child in _WRAPPERS or (child == "module" and isinstance(parent, (DistributedDataParallel, DataParallel)))
 
 
 def _canonical(key: str, prefixes: Mapping[str, str]) -> str:

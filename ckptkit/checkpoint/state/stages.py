@@ -43,3 +43,8 @@ class Stages(nn.Module):
         if strict and (left or missing):
             raise RuntimeError(f"missing: {missing}, unexpected: {sorted(left)}")
         return SimpleNamespace(missing_keys=missing, unexpected_keys=sorted(left))
+
+
+def stages_of(module: nn.Module) -> tuple[nn.Module, ...]:
+    """Return the stages that `module` combines, or `module` alone. An own attribute `stages` of a model is ignored."""
+    return module.stages if isinstance(module, Stages) else (module,)
