@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product, starmap
 
@@ -15,6 +15,7 @@ from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.catalog.entry import Catalog
 from ckptkit.catalog.targets import Target
 from ckptkit.checkpoint.load.checkpoint import load_checkpoint
+from ckptkit.checkpoint.load.foreign import aligned
 from ckptkit.checkpoint.load.options import LoadOptions
 from ckptkit.checkpoint.load.plan import LoadPlan
 from ckptkit.checkpoint.load.planner import plan_load
@@ -54,7 +55,7 @@ def load_hf(model: nn.Module, url: Location, *, cast: bool = False, strict: bool
 
     def opened() -> tuple[Catalog, Store, LoadOptions]:
         store = open_store(url)
-        catalog = _with_prefix(safetensors.open_catalog(store), getattr(model, "base_model_prefix", ""), live.keys())
+        catalog = _under_live_names(safetensors.open_catalog(store), state)
         targets = {name: Target.of(entry, name) for name, entry in catalog.tensors.items()}
         key_map = choose_map(targets, wanted=live.keys(), config=config_of(model)).key_map
         # A key map loads only weights, and no optimizer or scheduler from files beside them.
@@ -78,16 +79,16 @@ def load_hf(model: nn.Module, url: Location, *, cast: bool = False, strict: bool
     return HFLoadReport(tuple(names), tuple(missing), tuple(unexpected), report.nbytes)
 
 
-def _with_prefix(catalog: Catalog, prefix: str, live: Collection[str]) -> Catalog:
-    """Return the catalog with the live model's names, if they differ by transformers' `base_model_prefix`.
+def _under_live_names(catalog: Catalog, state: TrainState) -> Catalog:
+    """Return the catalog with the live model's names.
 
-    This is the case if either the model or the checkpoint is a base model, and the other one also has a head.
+    They may differ by a prefix, if only one of model and checkpoint has a head or is a PEFT model, and by the parts
+    that PEFT inserts into names.
     """
-    if not prefix or not catalog.tensors.keys().isdisjoint(live):
+    rename, _ = aligned(catalog, state)
+    names = {name: rename(name) for name in catalog.tensors}
+    if len(set(names.values())) < len(names) or all(old == new for old, new in names.items()):
         return catalog
-    dot = f"{prefix}."
-    inside = any(name.startswith(dot) for name in live)
-    names = {name: dot + name if inside else name.removeprefix(dot) for name in catalog.tensors}
     tensors = {new: replace(catalog.tensors[old], name=new, fqn=new) for old, new in names.items()}
     return replace(catalog, tensors=tensors)
 

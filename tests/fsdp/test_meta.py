@@ -150,6 +150,29 @@ def test_files_of_a_base_model_fill_a_model_with_a_head_and_the_reverse(zoo, tmp
         models.assert_equal(live.state_dict(), values)
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")
+@on_ranks(2)
+def test_files_of_a_base_model_and_of_its_adapter_fill_a_sharded_peft_model(zoo, tmp_path):
+    import peft
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    url = zoo / "hf_ref_llama_untied"
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    torch.manual_seed(0)
+    plain = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(url, dtype=torch.float32), config)
+    folder = tmp_path / str(dist.get_rank())
+    plain.save_pretrained(folder)
+    strategy = FSDPStrategy()
+    with strategy.init_model_context(meta_init=True):
+        model = peft.get_peft_model(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(url)), config)
+    strategy.prepare_model(model)
+    first = strategy.load_hf(model, url, strict=False)
+    second = strategy.load_hf(model, folder, strict=False)
+    assert first.missing == second.loaded and second.missing == first.loaded and not first.unexpected
+    assert not meta.uninitialized(model)
+    models.assert_equal({name: value.float() for name, value in models.weights(model).items()}, plain.state_dict())
+
+
 @on_ranks(2)
 def test_all_mismatches_are_listed_and_nothing_changes(zoo):
     from transformers import AutoConfig, AutoModelForCausalLM

@@ -142,7 +142,7 @@ def adopt(catalog: Catalog, store: Store, state: TrainState, *, optimizer: bool 
     complete = with_files_beside(trained, store)
     said = [*_notes_on_ranks(catalog), *(note for note in complete.info.notes if note not in catalog.info.notes)]
     catalog = in_parts(store, complete, optimizer=optimizer)
-    rename, notes = _aligned(catalog, state)
+    rename, notes = aligned(catalog, state)
     notes += said
     tied = _tied(state)
     flattened = {name: f"extra.{name}" for name, item in state.extra.items() if is_stateful(item)}
@@ -281,7 +281,7 @@ def _as_torch(array: np.ndarray[Any, Any] | TensorValue) -> torch.Tensor:
 # --- names
 
 
-def _aligned(catalog: Catalog, state: TrainState) -> tuple[Callable[[str], str], list[str]]:
+def aligned(catalog: Catalog, state: TrainState) -> tuple[Callable[[str], str], list[str]]:
     """Return a function that maps FQNs in the checkpoint to FQNs in the live models, and notes for the report."""
     live = live_tensors(state).keys()
     saved = {entry.fqn for entry in catalog.by_role(Role.MODEL).values()}
