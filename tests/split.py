@@ -198,7 +198,6 @@ NIGHT: dict[str, int] = {
     "tests/storage/test_remote_faults.py::test_a_silent_server_ends_in_an_error": 0,
     "tests/storage/test_listing.py::test_a_snapshot_lists_and_finds_the_same_files_as_the_store": 2,
     "tests/formats/dcp/test_fill.py": 4,
-    "tests/formats/dcp/test_records.py::test_torch_loads_a_framed_tensor_with_weights_only": 5,
     "tests/formats/dcp/test_torch_api.py": 40,
     "tests/formats/test_interop.py": 4,
     "tests/formats/test_dcp_remote.py": 0,

@@ -128,13 +128,6 @@ def test_ranks_may_load_with_different_planners_but_not_save(tmp_path, ours):
     assert_loads(tmp_path / "c", made, DCPLoadPlanner() if mine else None)
 
 
-@PLANNERS
-def test_a_tensor_without_values_is_refused_by_name(tmp_path, kind):
-    error = failure(save, tmp_path, {"w": torch.ones(2), "m": torch.empty(3, device="meta")}, kind())
-    assert isinstance(error, SaveError) and str(error).startswith("m: ")
-    assert not (tmp_path / ".metadata").exists()
-
-
 def test_the_error_for_a_directory_without_a_checkpoint_names_it(tmp_path):
     with pytest.raises(CheckpointNotFoundError, match=str(tmp_path)):
         DCPReader(tmp_path).catalog  # noqa: B018

@@ -20,41 +20,25 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from ckptkit.catalog.dtypes import DTYPES
 from ckptkit.formats.dcp.metadata import MetadataPickle, RecordColumns
-from ckptkit.formats.dcp.records import frame_object, frame_tensor, is_plain
+from ckptkit.formats.dcp.records import frame_tensor
 
 SHAPES = [(), (0,), (0, 3), (3, 5), (2, 3, 4, 5), (40, 50, 2), (300, 300)]
 FILES = ["__0_0.distcp", "__1_0.distcp"]
 PLANNER = {"model.weight": ("model", "weight"), "o.k": ("o", 7)}
 
 
-def payload(dtype: str, shape: tuple[int, ...]) -> bytes:
-    count = int(np.prod(shape)) * DTYPES[dtype].itemsize
-    return np.random.default_rng(0).integers(0, 2, count, dtype=np.uint8).tobytes()
-
-
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("dtype", [name for name in DTYPES if not name.startswith("float6")])  # torch has none
-def test_torch_loads_a_framed_tensor_with_weights_only(dtype, shape):
-    raw, frame = payload(dtype, shape), frame_tensor(dtype, shape)
-    record = frame.record(raw)
+def test_a_record_is_a_valid_zip_of_the_predicted_length_that_torch_loads(shape):
+    values, frame = np.arange(np.prod(shape), dtype=np.float32).reshape(shape), frame_tensor("float32", shape)
+    record = frame.record(values.tobytes())
     assert len(record) == frame.length and zipfile.ZipFile(io.BytesIO(record)).testzip() is None
-    tensor = torch.load(io.BytesIO(record), weights_only=True)
-    assert (tuple(tensor.shape), tensor.dtype) == (shape, getattr(torch, dtype))
-    assert bytes(tensor.reshape(-1).view(torch.uint8).numpy()) == raw if raw else tensor.numel() == 0
+    assert torch.equal(torch.load(io.BytesIO(record), weights_only=True), torch.from_numpy(values))
 
 
 @pytest.mark.parametrize("shape", [(40, 50, 2), (300, 300), (1 << 31, 4)])
 def test_large_payloads_are_aligned(shape):
     assert len(frame_tensor("float32", shape).prefix) % 64 == 0
-
-
-def test_the_same_dtype_and_sizes_give_the_same_bytes():
-    frame_tensor.cache_clear()
-    first = frame_tensor("bfloat16", (7, 9)).record(payload("bfloat16", (7, 9)))
-    frame_tensor.cache_clear()
-    assert frame_tensor("bfloat16", (7, 9)).record(payload("bfloat16", (7, 9))) == first
 
 
 def test_the_overhead_of_a_small_tensor_is_about_a_quarter_of_torchs():
@@ -75,20 +59,6 @@ def test_a_record_past_four_gigabytes_is_zip64(tmp_path, numel):
     info = zipfile.ZipFile(tmp_path / "x").getinfo("a/data/0")
     assert info.file_size == info.compress_size == 4 * numel
     assert torch._C.PyTorchFileReader(str(tmp_path / "x")).get_record_offset("data/0") == len(frame.prefix)
-
-
-@pytest.mark.parametrize(
-    "value", [None, True, -5, 2**70, 2.5, float("inf"), "é", b"\x00\xff", [1, (2, [])], {"a": {3: None}}]
-)
-def test_torch_loads_a_framed_plain_value(value):
-    assert is_plain(value)
-    loaded = torch.load(io.BytesIO(frame_object(value)), weights_only=True)
-    assert (type(loaded), loaded) == (type(value), value)
-
-
-@pytest.mark.parametrize("value", [{1}, torch.float32, np.float64(1), [torch.zeros(1)], 1 << 3000])
-def test_values_of_other_types_are_not_plain(value):
-    assert not is_plain(value)
 
 
 def columns(name, count, shape, dtype="float32"):
