@@ -25,14 +25,11 @@ class SaveHandle:
 
     `result` waits for the commit and raises the save's error. Call `result` on all ranks or on none, so that all ranks
     continue or stop together. If a rank does not call `result`, its next call to the manager raises the error.
-
-    Args:
-        patience: How long the save retries storage calls. Ctrl-C during a wait for the save ends the retries.
     """
 
     def __init__(self, step: int, work: Callable[[], SaveReport], patience: Patience) -> None:
         self.step = step
-        self._patience = patience
+        self._patience = patience  # how long the save retries storage calls; Ctrl-C during a wait ends the retries
         self._work: Callable[[], SaveReport] | None = work
         self._report: SaveReport | None = None
         self._error: BaseException | None = None
