@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +26,6 @@ with warnings.catch_warnings():
 from ckptkit import open_checkpoint
 from tests.checkpoint.states import bits
 from tests.fsdp.models import whole
-from tests.ranks import logged
 
 warnings.filterwarnings("ignore")  # on each rank
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -243,11 +240,3 @@ def raised(call: Any) -> str:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return ""
-
-
-@contextlib.contextmanager
-def rank_0_warns(name: str, text: str) -> Iterator[None]:
-    """Check that the block logs one warning, with this text, on rank 0 only."""
-    with logged(name=name) as texts:
-        yield
-    assert [text in line for line in texts] == [True] * (os.environ["RANK"] == "0"), texts

@@ -11,17 +11,7 @@ import torch
 accelerate = pytest.importorskip("accelerate")
 from ckptkit.errors import CorruptCheckpointError, SaveError  # noqa: E402
 from ckptkit.integrations.accelerate import AcceleratorCheckpoints  # noqa: E402
-
-
-class Counter:
-    def __init__(self) -> None:
-        self.count = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"count": self.count}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.count = state["count"]
+from tests.checkpoint.states import Kept  # noqa: E402
 
 
 class Run:
@@ -38,7 +28,7 @@ class Run:
         )
         parts = self.accelerator.prepare(model, optimizer, torch.optim.lr_scheduler.LinearLR(optimizer), data)
         self.model, self.optimizer, self.scheduler, self.data = parts
-        self.counter = Counter()
+        self.counter = Kept(0)
         self.accelerator.register_for_checkpointing(self.counter)
 
     def step(self, batch: torch.Tensor) -> list[float]:
@@ -46,7 +36,7 @@ class Run:
         self.optimizer.step()
         self.scheduler.step()
         self.optimizer.zero_grad()
-        self.counter.count += 1
+        self.counter.value += 1
         return batch.flatten().tolist()
 
     def train(self, steps: int) -> None:
@@ -71,9 +61,9 @@ def test_a_resumed_run_is_bit_equal_to_an_uninterrupted_one(place):
         checkpoints.save_state(3)
         run.train(3)
     with again.checkpoints(url, **options) as checkpoints:
-        assert checkpoints.load_state().step == again.counter.count == 3
+        assert checkpoints.load_state().step == again.counter.value == 3
     again.train(3)
-    assert again.counter.count == 6
+    assert again.counter.value == 6
     assert again.scheduler.state_dict() == run.scheduler.state_dict()
     assert again.has_the_weights_of(run)
     assert saved == [url]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -29,7 +30,6 @@ from tests.integrations.lightning_runs import (
     equal,
     pl,
     raised,
-    rank_0_warns,
     saving,
     snapshot,
     trainer_of,
@@ -277,6 +277,14 @@ def test_a_slurm_job_is_saved_and_requeued_between_two_batches(tmp_path):
     ends_like(straight, run(tmp_path, FSDP2Strategy(), path=newest(tmp_path), max_epochs=2))
 
 
+@contextlib.contextmanager
+def rank_0_warns(name: str, text: str) -> Iterator[None]:
+    """Check that the block logs one warning, with this text, on rank 0 only."""
+    with logged(name=name) as texts:
+        yield
+    assert [text in line for line in texts] == [True] * (dist.get_rank() == 0), texts
+
+
 @on_ranks(2)
 def test_an_order_of_data_that_cannot_be_restored_is_warned_about(tmp_path):
     def train(*callbacks: Any, path: Any = None) -> None:
@@ -288,11 +296,14 @@ def test_an_order_of_data_that_cannot_be_restored_is_warned_about(tmp_path):
         train(saving(tmp_path / "again", every=100), path=newest(tmp_path / "c"))
 
 
-class Uneven(IterableDataset):
-    """Gives rank 1 twice as many batches as rank 0."""
+class Stream(IterableDataset):
+    """Data without a length."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        return iter([Data()[i] for i in range(4 * (dist.get_rank() + 1))])
+        return iter([Data()[i] for i in range(self.count)])
 
 
 class Alone(Lit):
@@ -304,7 +315,7 @@ class Alone(Lit):
 
 @on_ranks(2)
 def test_ranks_with_different_numbers_of_validation_batches_stop_after_the_validation(tmp_path):
-    validation = torch.utils.data.DataLoader(Uneven(), batch_size=2)
+    validation = torch.utils.data.DataLoader(Stream(4 * (dist.get_rank() + 1)), batch_size=2)
     stop = At("on_validation_batch_start", 0, 1, ranks=[1])
     did = run(tmp_path, "ddp", stopping(tmp_path / "c"), stop, module=Alone, max_epochs=2, validation=validation)[2]
     assert did[-2:] == [("epoch ends", 0), "stopped"] and newest(tmp_path / "c").name == f"step={BATCHES}.ckpt"
@@ -356,13 +367,6 @@ def test_a_save_that_no_run_can_continue_exactly_is_warned_about(tmp_path, hook,
         run(tmp_path, FSDP2Strategy(), save, module=Lit if options else Scheduled, max_epochs=1, **options)
 
 
-class Stream(IterableDataset):
-    """Data without a length, which resumes at its position."""
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        return iter([Data()[i] for i in range(8)])
-
-
 @pytest.mark.parametrize(
     ("loader", "text"),
     [
@@ -373,7 +377,7 @@ class Stream(IterableDataset):
 @on_ranks(2)
 def test_a_save_inside_an_epoch_of_unknown_length_is_warned_about(tmp_path, loader, text):
     with rank_0_warns("ckptkit.integrations.lightning_position", text):
-        trainer_of(tmp_path, "ddp", saving(tmp_path, every=3), steps=4).fit(Lit(), loader(Stream(), batch_size=2))
+        trainer_of(tmp_path, "ddp", saving(tmp_path, every=3), steps=4).fit(Lit(), loader(Stream(8), batch_size=2))
 
 
 @on_ranks(2)

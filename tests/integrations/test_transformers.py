@@ -63,7 +63,7 @@ def trained(work: Path, callback: Any, *model: Any, **options: Any) -> transform
     return trainer
 
 
-def stopping(url: Any, at: int = 3, **options: Any) -> Any:
+def stopping(url: Any, at: int, **options: Any) -> Any:
     """A callback that ends training in the middle, like a job that is killed."""
 
     class Stop(integration.CheckpointCallback):
