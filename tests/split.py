@@ -20,7 +20,6 @@ PARTS = 5  # The seeds of a fuzzer are divided over this many tests; the first o
 
 NIGHT: dict[str, int] = {
     # Kills: every kind of kill by day, every kill point at night.
-    "tests/checkpoint/test_faults.py::test_a_kill_at_any_file_operation_loses_nothing": 0,
     "tests/checkpoint/test_manager_faults.py::test_a_manager_killed_at_any_file_operation_loses_nothing": 0,
     "tests/checkpoint/test_manager_faults.py::test_a_killed_rank_ends_the_others_and_loses_nothing": 0,
     "tests/checkpoint/test_object_store.py::test_a_kill_at_any_request_loses_nothing_and_leaves_nothing": 0,
@@ -33,7 +32,6 @@ NIGHT: dict[str, int] = {
     # Faults, damage and full disks: one of each kind by day.
     "tests/checkpoint/test_damage.py": 3,
     "tests/checkpoint/test_damage.py::test_no_damage_is_missed_or_loaded_as_good": 9,
-    "tests/checkpoint/test_damage.py::test_damage_falls_back_only_on_request": 0,
     "tests/checkpoint/test_faults.py": 3,
     "tests/checkpoint/test_faults.py::test_an_error_of_any_operation_fails_the_save_or_has_no_effect": 0,
     "tests/checkpoint/test_faults.py::test_one_failing_call_of_a_rotation_leaves_no_half_deleted_checkpoint": 0,
@@ -57,7 +55,6 @@ NIGHT: dict[str, int] = {
     "tests/offline/export/test_adapters.py": 4,
     "tests/offline/export/test_adapters.py::test_factors_that_do_not_fit_each_other_or_the_config_are_refused": 1,
     "tests/checkpoint/test_order.py": 3,
-    "tests/checkpoint/test_mishaps.py::test_a_signal_on_one_rank_saves_once_on_all_at_the_same_step": 0,
     "tests/checkpoint/test_strict.py": 3,
     "tests/checkpoint/test_strict.py::test_every_difference_is_refused_or_reported_as_documented": 1,
     "tests/checkpoint/test_strict.py::test_adapters_alone_are_loaded_by_glob_or_predicate": 1,

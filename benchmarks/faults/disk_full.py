@@ -1,10 +1,10 @@
-"""Fill small file systems, or fail single writing threads with a full disk, while two ranks save; print a table.
+"""Fill small file systems while two ranks save; print a table.
 
 python -m benchmarks.faults.disk_full --sizes 15        (root only: a tmpfs and a loop-mounted ext4)
 
 For each amount of free space and each number of writing threads, either all ranks raise the same error with "No space
 left on device" and the rank, or all return. The previous checkpoint loads, the space is freed, and the next save, with
-enough space, works. In a row "worker" one thread of rank 1 fails at each kind of operation on its file.
+enough space, works.
 """
 
 from __future__ import annotations
@@ -14,10 +14,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.checkpoint.full_disk import FILESYSTEMS, NEED, Outcome, agreed, disk, fail_worker, fill_up, sizes
+from tests.checkpoint.full_disk import FILESYSTEMS, NEED, Outcome, agreed, disk, fill_up, sizes
 from tests.ranks import Pool
-
-POINTS = (("open", 1), ("write", 1), ("fsync", 1), ("close", 1))
 
 
 def row(what: str, workers: int, results: Sequence[Sequence[Outcome]]) -> list[str]:
@@ -47,10 +45,6 @@ def main() -> None:
                         results = pool.run(fill_up, 2, str(place), workers, lefts, known, timeout=200)
                         name = f"{filesystem}, {'known before' if known else 'found while writing'}"
                         wrong += row(name, workers, results)
-        for workers in map(int, options.workers.split(",")):
-            with disk(Path(folder) / f"worker-{workers}", "ext4") as place:
-                results = pool.run(fail_worker, 2, str(place), workers, POINTS, timeout=200)
-            wrong += row("one worker: open, write, fsync, close", workers, results)
     pool.close()
     print("\n".join(wrong))
     raise SystemExit(bool(wrong))

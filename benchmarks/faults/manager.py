@@ -15,14 +15,25 @@ import tempfile
 import time
 from pathlib import Path
 
+from ckptkit.checkpoint.manager import CheckpointManager
 from ckptkit.storage import staging
-from tests.checkpoint.killed import MODES, Plan, count, kill
+from tests.checkpoint.killed import COUNT, MODES, Plan, kill, run, state
 
 
 def plans(ranks: int) -> list[Plan]:
     """Return one plan per row of the table, without a kill."""
     victims = ["all", *(str(rank) for rank in range(ranks))]
     return [Plan(mode, victim, 0, ranks, keep=1 + 2 * (i % 2)) for i, mode in enumerate(MODES) for victim in victims]
+
+
+def count(folder: Path, plan: Plan) -> int:
+    """Return the number of file operations of the victim of a plan."""
+    root = folder / "counted"
+    with CheckpointManager(root) as manager:
+        manager.save(1, state(1))
+    codes, said = run(root, plan.at(COUNT), folder / "rendezvous")
+    assert codes == [0] * plan.ranks, (codes, said)
+    return max(int(line.split()[2]) for line in said if line.split()[1] == "counted")
 
 
 def points(operations: int, kills: int, seed: int) -> list[int]:

@@ -1,9 +1,9 @@
-"""Kill saves, overwrites, rotations, deletions and commands before each of their file operations; print a table.
+"""Kill jobs and commands before each of their file operations; print a table.
 
 python -m benchmarks.faults.operations
-python -m benchmarks.faults.operations --scenarios "overwrite,reshard,reshard again,prune" --stride 1
+python -m benchmarks.faults.operations --scenarios "reshard,reshard again,prune" --stride 1
 
-`again` means that the result exists already.
+A job saves, overwrites, rotates and deletes checkpoints. `again` means that the result exists already.
 """
 
 from __future__ import annotations
@@ -14,18 +14,20 @@ from pathlib import Path
 
 from ckptkit.checkpoint.manager import CheckpointManager
 from ckptkit.storage import staging
-from tests.checkpoint.killed import state
-from tests.checkpoint.test_faults import kill_everywhere
+from tests.checkpoint.killed import Plan, kill_everywhere, state
 from tests.offline.test_kill_commands import COMMANDS, kill_command, kill_prune
 
-SAVES = ("keep 1", "keep 2", "overwrite", "overwrite without swap", "delete")
-SCENARIOS = (*SAVES, *COMMANDS, *(f"{name} again" for name in COMMANDS), "prune")
+JOBS = {
+    "job that keeps 1": Plan("sync", "all", 0, ranks=1),
+    "job that keeps 3 without swap": Plan("sync", "all", 0, ranks=1, keep=3, swap=False),
+}
+SCENARIOS = (*JOBS, *COMMANDS, *(f"{name} again" for name in COMMANDS), "prune")
 
 
 def kills_of(name: str, folder: Path, stride: int) -> int:
     """Kill a scenario at every `stride`-th operation; raise at the first failure; return the number of kills."""
-    if name in SAVES:
-        return kill_everywhere(name, folder, stride=stride)
+    if name in JOBS:
+        return kill_everywhere(folder, JOBS[name], stride=stride)
     run, place = folder / "run", folder / "killed"
     with CheckpointManager(run) as manager:
         for step in (1, 2, 3):

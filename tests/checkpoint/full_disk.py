@@ -25,7 +25,6 @@ from ckptkit.errors import CkptkitError
 from ckptkit.formats.dcp import files
 from ckptkit.offline.verify import verify
 from tests.checkpoint import killed
-from tests.checkpoint.crash import Fault, failing
 from tests.checkpoint.saving import leftovers
 
 FILESYSTEMS = ("tmpfs", "ext4")
@@ -46,7 +45,7 @@ class Outcome:
 
     error: tuple[str, str, tuple[int, ...]] | None
     seconds: float
-    wrong: tuple[str, ...]
+    wrong: list[str]
 
 
 @contextlib.contextmanager
@@ -107,7 +106,7 @@ def same(step: int, loaded: Any) -> None:
 
 
 @contextlib.contextmanager
-def _threads(workers: int, *, known: bool) -> Iterator[None]:
+def threads(workers: int, *, known: bool = True) -> Iterator[None]:
     """Let each rank write `workers` files at once; `known`: check the free space first, as by default."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(files, "default_workers", lambda store, tensors: workers)
@@ -117,21 +116,24 @@ def _threads(workers: int, *, known: bool) -> Iterator[None]:
         yield
 
 
-def fill_up(place: str, workers: int, lefts: Sequence[int], known: bool = False) -> list[Outcome]:
+def fill_up(
+    place: str, workers: int, lefts: Sequence[int], known: bool = False, kind: str = "sharded", mode: str = "sync"
+) -> list[Outcome]:
     """Save with only so many bytes left, once for each of `lefts`, on all ranks."""
     found = []
-    with _threads(workers, known=known), CheckpointManager(f"{place}/run-{known}", timeout_s=30) as manager:
+    made = CheckpointManager(f"{place}/run-{known}", state_dict_type=kind, timeout_s=30)
+    with threads(workers, known=known), made as manager:
         manager.save(1, state(1))
         for number, left in enumerate(lefts):
             ballast = Path(place) / "ballast"
             if dist.get_rank() == 0:
                 fill(ballast, left)
             dist.barrier()
-            found.append(_try(manager, Path(place), 3 * number + 2))
+            found.append(_try(manager, Path(place), 3 * number + 2, mode))
             if dist.get_rank() == 0:
                 ballast.unlink()
             dist.barrier()
-            found[-1] = _next(manager, found[-1], 3 * number + 3)
+            found[-1].wrong.extend(_next(manager, 3 * number + 3))
     return found
 
 
@@ -143,12 +145,12 @@ def fill(ballast: Path, left: int) -> None:
             os.fsync(file.fileno())
 
 
-def _try(manager: CheckpointManager, place: Path, step: int) -> Outcome:
+def _try(manager: CheckpointManager, place: Path, step: int, mode: str = "sync") -> Outcome:
     steps, room = [record.step for record in manager.list()], free(place)
     dist.barrier()
     error, started = None, time.monotonic()
     try:
-        manager.save(step, state(step))
+        killed.save(manager, mode, step, state(step))
     except (CkptkitError, OSError) as caught:
         error = (type(caught).__name__, str(caught), tuple(sorted(getattr(caught, "causes", ()))))
     seconds = time.monotonic() - started
@@ -166,7 +168,7 @@ def _try(manager: CheckpointManager, place: Path, step: int) -> Outcome:
         if free(place) < room - _SLACK:
             wrong.append(f"{room - free(place)} bytes were not given back")
     dist.barrier()
-    return Outcome(error, seconds, (*wrong, *_loads(manager, step if error is None else steps[-1])))
+    return Outcome(error, seconds, wrong + _loads(manager, step if error is None else steps[-1]))
 
 
 def _loads(manager: CheckpointManager, step: int) -> list[str]:
@@ -179,42 +181,21 @@ def _loads(manager: CheckpointManager, step: int) -> list[str]:
     return []
 
 
-def _next(manager: CheckpointManager, found: Outcome, step: int) -> Outcome:
-    """Save again with enough space, and keep only that checkpoint."""
-    wrong = list(found.wrong)
+def _next(manager: CheckpointManager, step: int) -> list[str]:
+    """Save again with enough space, and keep only that checkpoint; return what is wrong."""
     try:
         manager.save(step, state(step))
     except (CkptkitError, OSError) as error:
-        return Outcome(found.error, found.seconds, (*wrong, f"the next save fails: {error}"))
+        return [f"the next save fails: {error}"]
     dist.barrier()
+    wrong = []
     if dist.get_rank() == 0 and not verify(f"{manager.url}/step_{step:08d}").ok:
         wrong.append(f"the next save, of step {step}, is damaged")
     wrong += _loads(manager, step)
     for record in manager.list():
         if record.step != step:
             manager.delete(record.step)
-    return Outcome(found.error, found.seconds, tuple(wrong))
-
-
-def fail_worker(place: str, workers: int, points: Sequence[tuple[str, int]]) -> list[Outcome]:
-    """Save while the last writing thread of rank 1 finds the disk full at an operation on its file."""
-    armed: list[Fault] = []
-    found = []
-    with failing(armed), _threads(workers, known=True), CheckpointManager(f"{place}/run", timeout_s=30) as manager:
-        manager.save(1, state(1))
-        for number, point in enumerate(points):
-            operation, nth = point
-            fault = Fault(operation, rf"__1_{workers - 1}\.distcp", nth=nth)
-            armed[:] = [fault] if dist.get_rank() == 1 else []
-            outcome = _try(manager, Path(place), 3 * number + 2)
-            wrong = list(outcome.wrong)
-            if outcome.error is None or outcome.error[2] != (1,):
-                wrong.append(f"{point}: rank 1 is not named: {outcome.error}")
-            if armed:
-                wrong.append(f"{point} never came")
-            armed.clear()
-            found.append(_next(manager, Outcome(outcome.error, outcome.seconds, tuple(wrong)), 3 * number + 3))
-    return found
+    return wrong
 
 
 def sizes(count: int, need: int) -> list[int]:

@@ -28,6 +28,7 @@ from ckptkit.checkpoint.state.train_state import TrainState
 from ckptkit.errors import CkptkitError, RankFailedError
 from ckptkit.formats.own.record import data_store
 from ckptkit.offline.prune import prune
+from ckptkit.storage import publish
 from ckptkit.storage.open import open_store
 from tests.checkpoint import crash
 from tests.checkpoint.saving import leftovers, start
@@ -50,6 +51,7 @@ class Plan:
         victim: "all" ranks at once, or one rank by its number.
         nth: The file operation of the victim (of rank 0 for "all") before which it is killed; 0: never.
         keep: `max_num` of the rotation after each save.
+        swap: Whether the file system can swap two names.
     """
 
     mode: str
@@ -57,7 +59,7 @@ class Plan:
     nth: int
     ranks: int = 2
     keep: int = 1
-    kind: str = "sharded"
+    swap: bool = True
 
     def at(self, nth: int) -> Plan:
         """Return the same job, killed at another operation."""
@@ -90,8 +92,10 @@ def job(say: Say, root: str, plan: Plan, rank: int) -> None:
         from torch.distributed.device_mesh import init_device_mesh
 
         mesh = init_device_mesh("cpu", (plan.ranks,))
+    if not plan.swap:
+        publish._exchange = lambda first, second: False
     counted = None
-    with _manager(root, plan) as manager:
+    with CheckpointManager(root, retention=RetentionPolicy(plan.keep), timeout_s=_RANK_TIMEOUT_S) as manager:
         if plan.victim == str(rank) or (plan.victim == "all" and rank == 0):
             counted = crash.kill_at(plan.nth, os.getpgid(0) if plan.victim == "all" else None)
         start = manager.latest() or 0
@@ -101,10 +105,7 @@ def job(say: Say, root: str, plan: Plan, rank: int) -> None:
             same_as_saved(loaded, start)
         for step, variant in ((start + 1, 0), (start + 2, 0), (start + 2, 1)):
             saved, again = state(step, variant, mesh), variant > 0
-            if plan.mode == "sync":
-                manager.save(step, saved, overwrite=again)
-            else:
-                manager.save_async(step, saved, overwrite=again).result()
+            save(manager, plan.mode, step, saved, overwrite=again)
             say(f"saved {step} {variant}")
         steps = [record.step for record in manager.list()]
         if len(steps) > 2:
@@ -113,10 +114,12 @@ def job(say: Say, root: str, plan: Plan, rank: int) -> None:
             say(f"counted {counted() if counted else 0}")
 
 
-def _manager(root: str, plan: Plan) -> CheckpointManager:
-    return CheckpointManager(
-        root, retention=RetentionPolicy(max_num=plan.keep), state_dict_type=plan.kind, timeout_s=_RANK_TIMEOUT_S
-    )
+def save(manager: CheckpointManager, mode: str, step: int, saved: TrainState, **options: Any) -> None:
+    """Save in the foreground ("sync"), or in the background, and wait for it."""
+    if mode == "sync":
+        manager.save(step, saved, **options)
+    else:
+        manager.save_async(step, saved, **options).result(DEADLINE_S)
 
 
 def same_as_saved(loaded: TrainState, step: int) -> None:
@@ -205,18 +208,17 @@ def check_run(root: Path, said: list[str]) -> list[int]:
     return steps
 
 
-def go_on(root: Path, plan: Plan, *, by_prune: bool) -> int:
+def go_on(root: Path, *, by_prune: bool) -> int:
     """Resume from what is left, clean up by a save or by `prune`, and save; return the step that was resumed from."""
     found = list_checkpoints(open_store(str(root)))
     if by_prune and (found.committed or found.abandoned):
         prune(str(root), policy=RetentionPolicy(max_num=100))
         assert leftovers(root) == [], os.listdir(root)
-    with CheckpointManager(root, state_dict_type=plan.kind) as manager:
+    with CheckpointManager(root) as manager:
         step = manager.latest() or 0
         loaded = state(0)
-        report = None if plan.kind == "local" else manager.load(loaded)
-        assert (report is not None) == bool(step) or plan.kind == "local"
-        if report is not None:
+        if step:
+            manager.load(loaded)
             same_as_saved(loaded, step)
         manager.save(step + 1, state(step + 1))
         assert manager.latest() == step + 1
@@ -243,21 +245,11 @@ def kill(folder: Path, plan: Plan, *, by_prune: bool) -> bool:
             assert code == 0 or (dead and code in allowed), f"rank {rank} ended with {code}"
         steps = check_run(root, said)
         assert steps, "nothing is listed"
-        assert go_on(root, plan, by_prune=by_prune) == steps[-1]
+        assert go_on(root, by_prune=by_prune) == steps[-1]
     except AssertionError as error:
         raise AssertionError(f"{plan}: {error}; codes {codes}; said {said}; {sorted(os.listdir(root))}") from error
     shutil.rmtree(folder)
     return dead
-
-
-def count(folder: Path, plan: Plan) -> int:
-    """Return the number of file operations of the victim of a plan."""
-    root = folder / "counted"
-    with CheckpointManager(root) as manager:
-        manager.save(1, state(1))
-    codes, said = run(root, plan.at(COUNT), folder / "rendezvous")
-    assert codes == [0] * plan.ranks, (codes, said)
-    return max(int(line.split()[2]) for line in said if line.split()[1] == "counted")
 
 
 def kill_everywhere(folder: Path, plan: Plan, *, stride: int = 1, offset: int = 1, most: int = 10_000) -> int:
@@ -265,6 +257,7 @@ def kill_everywhere(folder: Path, plan: Plan, *, stride: int = 1, offset: int = 
     for kills, nth in enumerate(range(offset, offset + most * stride, stride)):
         here = folder / str(nth)
         here.mkdir(parents=True)
-        if not kill(here, plan.at(nth), by_prune=kills % 2 == 1):
+        # Only a save finishes a replacement that was killed between its two renames.
+        if not kill(here, plan.at(nth), by_prune=plan.swap and kills % 2 == 1):
             return kills
     return most

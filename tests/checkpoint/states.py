@@ -94,6 +94,29 @@ def optimized(model: nn.Module, make: Any = torch.optim.SGD, **settings: Any) ->
     return TrainState(model=model, optimizer=make(model.parameters(), **{"lr": 0.1, **settings}), rng=False)
 
 
+def trained(model: nn.Module, make: Any = torch.optim.AdamW, *, steps: int = 1, params: Any = None, **more: Any) -> Any:
+    """Return the state of a model and of an optimizer that made some steps with random gradients.
+
+    `params` replaces the parameters of the model; `more` are settings of the optimizer.
+    """
+    optimizer = make(model.parameters() if params is None else params, **more)
+    for _ in range(steps):
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = torch.randn_like(parameter)
+        optimizer.step()
+        optimizer.zero_grad()
+    return TrainState(model=model, optimizer=optimizer)
+
+
+def check_resumed(live: TrainState, saved: TrainState) -> None:
+    """Fail unless each parameter of a state, and what its optimizer keeps of it, equals that of another."""
+    pairs = zip(live.model.named_parameters(), saved.model.parameters(), strict=True)
+    for (name, mine), theirs in pairs:
+        assert torch.equal(mine, theirs), name
+        assert bits(live.optimizer.state.get(mine, {})) == bits(saved.optimizer.state.get(theirs, {})), name
+
+
 def save(root: str | Path, state: TrainState, step: int = 1, **options: Any) -> str:
     """Save with a manager of these options; return the root."""
     with CheckpointManager(root, **options) as manager:

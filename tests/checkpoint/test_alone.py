@@ -15,11 +15,11 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import nn
 
-from ckptkit import CheckpointManager
+from ckptkit import CheckpointManager, TrainState
 from ckptkit.fsdp import FSDPStrategy
 from ckptkit.fsdp.hf_save import save_hf
 from tests.checkpoint import jobs
-from tests.checkpoint.states import linear, load, on_all, refusal
+from tests.checkpoint.states import linear, load, on_all, refusal, save
 from tests.ranks import on_ranks
 
 
@@ -77,6 +77,10 @@ ALONE: dict[str, tuple[Callable[[str, bool], Any], str]] = {
     "environment": (_environment, "CKPTKIT_STORAGE_TIMEOUT"),
     "url": (lambda url, alone: CheckpointManager("" if alone else url), "path is empty"),
     "tag": (lambda url, alone: _saves(url, {"tag": "../up"} if alone else {}), "tag '../up'"),
+    "state": (
+        lambda url, alone: save(url, TrainState(extra={"bad": object() if alone else 1})),
+        "extra.bad",
+    ),
     "metrics": (lambda url, alone: _saves(url, {"metrics": 5} if alone else {}), "not iterable"),
     "type of url": (lambda url, alone: CheckpointManager(None if alone else url), "url is None, expected a path"),
     "retention": (lambda url, alone: CheckpointManager(url, retention=3 if alone else None), "retention is 3, expect"),

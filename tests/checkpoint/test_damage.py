@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import random
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -109,18 +109,26 @@ def done_to(folder: Path, do: Damage) -> Iterator[None]:
     on_rank_0(lambda: (shutil.rmtree(folder), good.rename(folder)))
 
 
-def loads(url: str, part: int, seed: int = 3) -> list[tuple[str, str, bool, tuple[str, ...], bool, str]]:
-    """Apply a third of all damages in turn; return (what, file, verified, paths and texts, loaded, message) of each."""
+Loaded = tuple[int, str]  # the step and all values, or 0 and the error
+Case = tuple[str, str, bool, tuple[str, ...], Loaded, Loaded]
+
+
+def loads(url: str, part: int, seed: int = 3) -> tuple[list[Loaded], list[Case]]:
+    """Apply a third of all damages in turn.
+
+    Return the previous and this checkpoint, and for each damage: what, file, what `verify` said, and what was loaded of
+    this step, and with a fallback. The last case is without damage.
+    """
     folder = Path(url)
     run, step = folder.parent, int(folder.name.removeprefix("step_"))
-    planned = list(damages(folder, folder.parent / "step_00000001", seed))[part::3]
+    sound = [resumed(run, number)[:2] for number in (step - 1, step)]
     found = []
+    planned = list(damages(folder, folder.parent / "step_00000001", seed))[part::3]
     for what, name, do in [*planned, ("good", "", lambda: "")]:
         with done_to(folder, do):
             seen = verified(url) if dist.get_rank() == 0 else (True, ())
-            loaded, said, _ = resumed(run, step)
-            found.append((what, name, *seen, bool(loaded), said))
-    return found
+            found.append((what, name, *seen, resumed(run, step)[:2], resumed(run, fallback="previous")[:2]))
+    return sound, found
 
 
 def verified(url: str) -> tuple[bool, tuple[str, ...]]:
@@ -134,18 +142,18 @@ def verified(url: str) -> tuple[bool, tuple[str, ...]]:
 @pytest.mark.parametrize("part", range(3))
 def test_no_damage_is_missed_or_loaded_as_good(ranks, saved, tmp_path, kind, part):
     folder = copied(saved / kind, tmp_path) / "step_00000002"
-    *cases, (_, _, fine, _, loads_well, content) = ranks.run(loads, 2, str(folder), part, timeout=120)[0]
-    assert fine and loads_well
-    assert len(cases) >= 7
-    assert [text for case in cases for text in faults(case, content, folder.name)] == []
+    sound, cases = ranks.run(loads, 2, str(folder), part, timeout=120)[0]
+    assert sound[0][0] == 1 and sound[1][0] == 2 and sound[0][1] != sound[1][1]
+    assert len(cases) >= 8
+    assert [text for case in cases for text in faults(case, sound, folder.name)] == []
 
 
-def faults(case: tuple[str, str, bool, tuple[str, ...], bool, str], content: str, folder: str) -> list[str]:
-    """Return what is wrong with the results of `verify` and a load for one damage; `content`: the undamaged values."""
-    what, name, ok, texts, loaded, said = case
-    where = f"{folder}: {name}, {what}: verify {ok} {texts}, load {said:.300}"
-    if what == "stray":
-        return [] if ok and loaded else [f"taken for damage: {where}"]
+def faults(case: Case, sound: Sequence[Loaded], folder: str) -> list[str]:
+    """Return what is wrong with the results of `verify` and of loads for one damage."""
+    what, name, ok, texts, loaded, again = case
+    where = f"{folder}: {name}, {what}: verify {ok} {texts}, load {loaded[1]:.300}, fallback {again[1]:.300}"
+    if what in ("stray", "good"):
+        return [] if ok and loaded == again == sound[1] else [f"taken for damage: {where}"]
     # A record of another save is itself valid: either the files differ from it, or it is of another step.
     named = folder if name == "checkpoint.json" else name
     tensors = name.endswith((".distcp", ".safetensors")) and name != "manifest.safetensors"
@@ -154,12 +162,14 @@ def faults(case: tuple[str, str, bool, tuple[str, ...], bool, str], content: str
         found.append(f"not found by verify: {where}")
     elif not any(named in text or name in text for text in texts):
         found.append(f"not named by verify: {where}")
-    if loaded and said != content:
+    if loaded[0] and loaded != sound[1]:
         found.append(f"loaded as good: {where}")
-    if not loaded and named not in said:
+    if not loaded[0] and named not in loaded[1]:
         found.append(f"not named by the load: {where}")
-    if tensors and not loaded and not any(part in said for part in ("tensor", "model.", "optimizer.", "rng.")):
+    if tensors and not loaded[0] and not any(part in loaded[1] for part in ("tensor", "model.", "optimizer.", "rng.")):
         found.append(f"the load names no tensor: {where}")
+    if again != sound[bool(loaded[0])]:
+        found.append(f"the fallback loads something else: {where}")
     return found
 
 
@@ -189,39 +199,6 @@ def flipped_unseen(folder: Path, flips: int, *, seed: int) -> list[tuple[str, in
             missed.append((path, at - start, length))
         (folder / path).write_bytes(data)
     return missed
-
-
-def falls_back(url: str) -> tuple[list[str], list[tuple[str, tuple[int, str], tuple[int, str]]]]:
-    """Damage the newest checkpoint in every way; return the intact values, and what was loaded after each damage.
-
-    Of a SHARDED checkpoint one file of every kind is damaged; of others the record, and one file in each way.
-    """
-    folder, planned = Path(url) / "step_00000002", {}
-    for what, name, do in damages(folder, folder.parent / "step_00000001", 8):
-        each = folder.parent.name == "sharded" or name == "checkpoint.json"
-        file = Path(name).name.strip("_0123456789") if each else ""
-        planned[what if what[:3] != "bit" else "bit", file] = what, name, do
-    sound = [resumed(url, step)[1] for step in (1, 2)]
-    found = []
-    for what, name, do in planned.values():
-        with done_to(folder, do):
-            found.append((f"{name}: {what}", resumed(url)[:2], resumed(url, fallback="previous")[:2]))
-    return sound, found
-
-
-def test_damage_falls_back_only_on_request(ranks, saved, tmp_path, kind):
-    (one, two), found = ranks.run(falls_back, 2, str(copied(saved / kind, tmp_path)), timeout=120)[0]
-    assert one != two
-    kinds = set()
-    for what, (loaded, said), asked in found:
-        if loaded:  # the damaged bytes are never read, or there is no record, so the save counts as unfinished
-            assert what == "checkpoint.json: missing" or loaded == 2, (what, loaded, asked)
-            assert (loaded, said) == asked == ((1, one) if loaded == 1 else (2, two)), (what, loaded, asked)
-        else:
-            assert "step_00000002" in said and "fallback='previous'" in said, (what, said)
-            assert asked == (1, one), (what, asked[0], asked[1][:300])
-            kinds.add(what.partition(": ")[2].split()[0])
-    assert kinds >= {"bit", "truncated", "zeroed", "missing", "of"}
 
 
 @pytest.mark.parametrize("kind", ["sharded", "full"])

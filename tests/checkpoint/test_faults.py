@@ -7,7 +7,6 @@ import errno
 import itertools
 import os
 import random
-import resource
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -17,29 +16,14 @@ from typing import Any
 import pytest
 
 from ckptkit.checkpoint.retention import RetentionPolicy
-from ckptkit.checkpoint.run.delete import delete_checkpoint, rotate
+from ckptkit.checkpoint.run.delete import rotate
 from ckptkit.checkpoint.run.inventory import list_checkpoints
 from ckptkit.errors import CkptkitError, StorageError
-from ckptkit.storage import publish
 from ckptkit.storage.open import open_store
 from ckptkit.storage.store import Store
-from tests.checkpoint.crash import fail_at, kill_at
+from tests.checkpoint.crash import fail_at
 from tests.checkpoint.saving import check, fork, leftovers, save
 from tests.checkpoint.states import refusal
-
-
-def _limited(say: Any, root: str) -> None:
-    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    say(refusal(lambda: save(root, 2, nbytes=150_000)).encode())
-    save(root, 3, nbytes=10_000)
-
-
-def test_exceeding_a_file_size_limit_fails_the_save_and_smaller_saves_work(tmp_path):
-    save(tmp_path, 1)
-    code, said = fork(_limited, str(tmp_path))
-    assert code == 0 and b"File too large" in said
-    assert check(tmp_path) == [1, 3] and leftovers(tmp_path) == []
 
 
 def _with_error(say: Any, root: str, nth: int, code: int) -> None:
@@ -166,74 +150,7 @@ def test_one_failing_call_of_a_rotation_leaves_no_half_deleted_checkpoint(when):
         assert names == {".ckptkit", "latest", "step_00000003"}
 
 
-Say = Callable[[bytes], Any]
-
-
-def _chain(say: Say, root: str, keep: int) -> None:
-    """Save three steps, each followed by rotation."""
-    for step in (1, 2, 3):
-        save(root, step)
-        say(b"%d\n" % step)
-        rotate(open_store(root), RetentionPolicy(max_num=keep))
-
-
-def _overwrite(say: Say, root: str, swap: bool) -> None:
-    if not swap:
-        publish._exchange = lambda first, second: False
-    for options in ({}, {"overwrite": True, "nbytes": 500}):
-        save(root, 1, **options)
-        say(b"1\n")
-
-
-def _delete(say: Say, root: str) -> None:
-    for step in (1, 2):
-        save(root, step)
-        say(b"%d\n" % step)
-    delete_checkpoint(open_store(root), "step_00000001", reason="test")
-
-
-SCENARIOS: dict[str, Callable[[Say, str], None]] = {
-    "keep 1": lambda say, root: _chain(say, root, 1),
-    "keep 2": lambda say, root: _chain(say, root, 2),
-    "overwrite": lambda say, root: _overwrite(say, root, True),
-    "overwrite without swap": lambda say, root: _overwrite(say, root, False),
-    "delete": _delete,
-}
-
-
-def _killed(say: Say, name: str, root: str, nth: int) -> None:
-    kill_at(nth)
-    SCENARIOS[name](say, root)
-
-
-def kill_everywhere(name: str, folder: Path, *, stride: int, offset: int = 1) -> int:
-    """Kill the scenario at every `stride`-th operation and check what is left; return the number of kills."""
-    for kills, nth in enumerate(range(offset, 100_000, stride)):
-        root = folder / str(nth)
-        root.mkdir()
-        code, said = fork(_killed, name, str(root), nth)
-        returned = [int(line) for line in said.split()]
-        steps = check(root)
-        where = f"{name}, operation {nth}: returned {returned}, listed {steps}, {os.listdir(root)}"
-        assert code in (0, -signal.SIGKILL), where
-        if returned:
-            assert steps and steps[-1] >= returned[-1], where
-        save(root, 9)  # the next job resumes and cleans up
-        assert check(root)[-1] == 9 and leftovers(root) == [], where
-        assert len(os.listdir(root)) == len(check(root)) + 2, where  # plus .ckptkit and latest
-        if code == 0:
-            return kills
-    raise AssertionError("the scenario never ends")
-
-
-@pytest.mark.parametrize("name", SCENARIOS)
-@pytest.mark.usefixtures("no_grace")
-def test_a_kill_at_any_file_operation_loses_nothing(name, tmp_path):
-    kills = kill_everywhere(name, tmp_path, stride=5, offset=1 + random.Random(name).randrange(5))
-    assert kills > 20
-
-
-def _endless(say: Say, root: str) -> None:
+def _endless(say: Callable[[bytes], Any], root: str) -> None:
     step = max(check(root), default=0)
     while True:
         step += 1

@@ -19,16 +19,15 @@ import pytest
 import torch.distributed as dist
 
 from ckptkit.checkpoint.manager import CheckpointManager
-from ckptkit.checkpoint.run import commit
 from ckptkit.checkpoint.run.coordinator import Coordinator
 from ckptkit.errors import CkptkitError, NoSpaceError, RankFailedError
 from ckptkit.offline.verify import verify
-from tests.checkpoint import full_disk, jobs
+from tests.checkpoint import full_disk, killed
 from tests.checkpoint.crash import Fault, failing
-from tests.checkpoint.full_disk import FILESYSTEMS, NEED, agreed, disk, fail_worker, fill, sizes
-from tests.checkpoint.killed import DEADLINE_S, MODES, Plan, kill_everywhere, same_as_saved, state
+from tests.checkpoint.full_disk import FILESYSTEMS, NEED, agreed, disk, sizes
+from tests.checkpoint.killed import MODES, Plan, kill_everywhere, same_as_saved, state
 from tests.checkpoint.saving import leftovers
-from tests.checkpoint.states import Kept, on_all, unchanged
+from tests.checkpoint.states import Kept, on_all
 from tests.ranks import on_ranks
 
 FAULTS = [  # rank, fault
@@ -46,18 +45,20 @@ FAULTS = [  # rank, fault
 def failure(manager: CheckpointManager, mode: str, step: int, saved: Any) -> tuple[str, list[int]]:
     """Save; return the error, and the ranks that it names."""
     try:
-        manager.save(step, saved) if mode == "sync" else manager.save_async(step, saved).result(DEADLINE_S)
+        killed.save(manager, mode, step, saved)
     except RankFailedError as error:
         return str(error), sorted(error.causes)
     return "", []
 
 
+@pytest.mark.parametrize("workers", [1, 2, 4])
 @pytest.mark.parametrize("mode", MODES)
 @on_ranks(2)
-def test_a_disk_fault_of_one_rank_is_the_same_error_on_all_ranks(tmp_path, mode):
-    """The disk fails in another way each time, and the next save works."""
+def test_a_disk_fault_of_one_rank_is_the_same_error_on_all_ranks(tmp_path, mode, workers):
+    """The disk fails in another way each time, for one of the writing threads, and the next save works."""
     armed: list[Fault] = []
-    with failing(armed), CheckpointManager(tmp_path, timeout_s=20, async_policy="wait") as manager:
+    state, manager = full_disk.state, CheckpointManager(tmp_path, timeout_s=20, async_policy="wait")
+    with failing(armed), full_disk.threads(workers), manager:
         for number, (rank, fault) in enumerate(FAULTS):
             failed, saved = 2 * number + 1, 2 * number + 2
             armed[:] = [replace(fault)] if dist.get_rank() == rank else []
@@ -146,39 +147,13 @@ def test_a_hanging_disk_fails_all_ranks_in_bounded_time(tmp_path, early_s):
     assert leftovers(run) == []
 
 
-def fill_up(url: str, kind: str, mode: str) -> tuple[str, list[int]]:
-    """Save on a full disk, load what is there, and save again with enough space."""
-    job, ballast = jobs.make("1d"), Path(url).parent / "ballast"
-    with CheckpointManager(url, state_dict_type=kind) as manager, pytest.MonkeyPatch.context() as patch:
-        manager.save(1, job.state())
-        dist.barrier()
-        if dist.get_rank() == 0:
-            fill(ballast, 8192)
-        dist.barrier()
-        patch.setattr(commit, "_check_space", lambda *args, **_: None)  # the space is used up after the check
-        text, _ = failure(manager, mode, 2, job.state())
-        with unchanged(state := job.state()):
-            manager.load(state)
-        dist.barrier()
-        if dist.get_rank() == 0:
-            ballast.unlink()
-        dist.barrier()
-        manager.save(3, job.state())
-        return text, [record.step for record in manager.list()]
-
-
 @pytest.mark.parametrize("mode", MODES)
-def test_a_disk_that_fills_up_fails_one_save_and_not_the_next(ranks, tmp_path, kind, mode):
-    with disk(tmp_path / "disk", kib=4096) as place:
-        first, second = ranks.run(fill_up, 2, str(place / "run"), kind, mode)
-        assert first == second and "No space left on device" in first[0] and first[1] == [1, 3]
-        assert leftovers(place / "run") == []
-
-
 @pytest.mark.parametrize(("filesystem", "workers"), list(zip(FILESYSTEMS, (2, 4), strict=True)))
-def test_a_disk_full_at_any_point_fails_all_ranks(ranks, tmp_path, filesystem, workers):
+def test_a_disk_full_at_any_point_fails_one_save_on_all_ranks_and_not_the_next(
+    ranks, tmp_path, kind, filesystem, workers, mode
+):
     with disk(tmp_path / "disk", filesystem) as place:
-        results = ranks.run(full_disk.fill_up, 2, str(place), workers, sizes(4, NEED))
+        results = ranks.run(full_disk.fill_up, 2, str(place), workers, sizes(4, NEED), False, kind, mode)
     assert agreed(results) == []
     failed = [outcome.error for outcome in results[0]]
     assert failed[0] is not None and failed[1] is not None and failed[-1] is None
@@ -189,14 +164,6 @@ def test_a_disk_with_too_little_free_space_is_an_error_before_anything_is_writte
         results = ranks.run(full_disk.fill_up, 2, str(place), 1, [0, NEED // 2], True)
     assert agreed(results) == []
     assert all(outcome.error and "Nothing was written" in outcome.error[1] for outcome in results[0])
-
-
-@pytest.mark.parametrize("workers", [1, 2, 4])
-def test_one_writing_thread_that_finds_the_disk_full_fails_all_ranks(ranks, tmp_path, workers):
-    points = [("write", 1), ("fsync", 1)][: 3 - workers // 2]
-    with disk(tmp_path / "disk") as place:  # a separate disk, whose free space nobody else changes
-        results = ranks.run(fail_worker, 2, str(place), workers, points)
-    assert agreed(results) == []
 
 
 def test_a_file_system_that_became_read_only_fails_saves_and_still_loads(tmp_path):
@@ -222,9 +189,9 @@ def test_the_error_of_a_full_disk_is_an_enospc_oserror():
 
 
 @pytest.mark.usefixtures("no_grace")
-@pytest.mark.parametrize(("mode", "keep"), list(zip(MODES, (1, 3), strict=True)))
-def test_a_manager_killed_at_any_file_operation_loses_nothing(tmp_path, mode, keep):
-    plan = Plan(mode, "all", 0, ranks=1, keep=keep)
+@pytest.mark.parametrize(("mode", "keep", "swap"), [("sync", 1, True), ("async", 3, True), ("sync", 2, False)])
+def test_a_manager_killed_at_any_file_operation_loses_nothing(tmp_path, mode, keep, swap):
+    plan = Plan(mode, "all", 0, ranks=1, keep=keep, swap=swap)
     assert kill_everywhere(tmp_path, plan, stride=97, offset=1 + random.Random(mode).randrange(97)) >= 3
 
 

@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
-from ckptkit import CheckpointManager, TrainState
+from ckptkit import CheckpointManager
 from ckptkit.checkpoint.load import foreign_run
 from ckptkit.errors import (
     CkptkitError,
@@ -26,30 +25,23 @@ from ckptkit.errors import (
 )
 from ckptkit.storage.open import open_store
 from tests.checkpoint.states import Kept, linear, load, optimized, refusal, save
-from tests.checkpoint.test_adoption import trained
-
-
-def state() -> TrainState:
-    model, optimizer = trained()
-    return TrainState(model=model, optimizer=optimizer)
+from tests.checkpoint.test_adoption import job, write
 
 
 def trainer_step(folder: Path, step: int, *, optimizer: bool = True) -> None:
     """Write a checkpoint as the Trainer of transformers does."""
-    model, live = trained()
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file(model.state_dict(), folder / "model.safetensors")
+    write(folder, {"model.safetensors": "m", **({"optimizer.pt": "o"} if optimizer else {})}, job())
     if optimizer:
-        torch.save(live.state_dict(), folder / "optimizer.pt")
         (folder / "trainer_state.json").write_text(json.dumps({"global_step": step}))
 
 
-def script_file(path: Path, step: int | None, **more: Any) -> None:
-    """Write a file as a training script does with torch.save."""
-    model, optimizer = trained()
-    values = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), **more}
+def script_file(path: Path, step: int | None, *, zipped: bool = True, **more: Any) -> None:
+    """Write a file as a training script does with torch.save; not `zipped`: as before torch 1.6."""
+    state = job()
+    values = {"model": state.model.state_dict(), "optimizer": state.optimizer.state_dict(), **more}
     path.parent.mkdir(parents=True, exist_ok=True)
-    torch.save(values if step is None else {**values, "step": step}, path)
+    values |= {} if step is None else {"step": step}
+    torch.save(values, path, _use_new_zipfile_serialization=zipped)
 
 
 def put(path: Path, data: bytes = b"x" * 50) -> None:
@@ -57,19 +49,9 @@ def put(path: Path, data: bytes = b"x" * 50) -> None:
     path.write_bytes(data)
 
 
-def truncated(path: Path) -> None:
-    script_file(path, 1)
-    path.write_bytes(path.read_bytes()[:500])
-
-
-def old_files(root: Path, *, stop: int | None = None, **more: Any) -> None:
-    """Write two files as torch.save did before version 1.6. Truncate them to `stop` bytes."""
-    model, optimizer = trained()
-    root.mkdir(parents=True)
-    for name in ("last.pt", "best.pt"):
-        values = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), **more}
-        torch.save(values, root / name, _use_new_zipfile_serialization=False)
-        (root / name).write_bytes((root / name).read_bytes()[:stop])
+def truncated(path: Path, nbytes: int = 500, **how: Any) -> None:
+    script_file(path, 1, **how)
+    path.write_bytes(path.read_bytes()[:nbytes])
 
 
 def archive(path: Path) -> None:
@@ -103,6 +85,7 @@ def linked_step(root: Path, name: str) -> None:
     link(root, name, root.parent / "elsewhere" / "checkpoint-5")
 
 
+TWO = ("last.pt", "best.pt")
 LOST: dict[str, Callable[[Path], Any]] = {
     "steps deep below": lambda root: trainer_step(root / "a/b/c/d/checkpoint-5", 5),
     "a file deep below": lambda root: script_file(root / "my/lightning_logs/version_0/checkpoints/epoch=1.ckpt", 1),
@@ -111,12 +94,15 @@ LOST: dict[str, Callable[[Path], Any]] = {
     "steps after 100 folders": many_folders,
     "an unfinished DCP save below": lambda root: dcp_without_metadata(root / "a" / "foo"),
     "an empty step": lambda root: (root / "checkpoint-5").mkdir(parents=True),
+    "a step without its record": lambda root: Path(save(root, linear(), 5), "step_00000005/checkpoint.json").unlink(),
     "a step with only a config": lambda root: put(root / "runs" / "global_step5" / "config.json"),
     "truncated files": lambda root: [truncated(root / name) for name in ("last.ckpt", "best.ckpt")],
-    "old files that are truncated": lambda root: old_files(root, stop=700),
-    "old files that have an object of an unknown class": lambda root: old_files(root, settings=Kept(1)),
+    "old files that are truncated": lambda root: [truncated(root / name, 700, zipped=False) for name in TWO],
+    "old files that have an object of an unknown class": lambda root: [
+        script_file(root / name, None, zipped=False, settings=Kept(1)) for name in TWO
+    ],
     "files that have a sparse tensor": lambda root: [
-        script_file(root / name, 1, mask=torch.eye(3).to_sparse()) for name in ("last.pt", "best.pt")
+        script_file(root / name, 1, mask=torch.eye(3).to_sparse()) for name in TWO
     ],
     "a file without ending": lambda root: script_file(root / "snapshot", 1),
     "a file without ending that has an object of an unknown class": lambda root: script_file(
@@ -145,12 +131,12 @@ def test_what_may_be_a_checkpoint_is_refused_and_not_ignored(tmp_path, case):
         CheckpointManager(tmp_path / "run") as manager,
         pytest.raises(CkptkitError, match=r"(?s)To start (a|over)|metadata is missing"),
     ):
-        manager.load(state())
+        manager.load(job())
 
 
 def test_a_directory_called_latest_resumes_like_any_other(tmp_path):
     script_file(tmp_path / "latest" / "state.pt", 5)
-    assert load(tmp_path, state()).step == 5
+    assert load(tmp_path, job()).step == 5
 
 
 NEW: dict[str, Callable[[Path], Any]] = {
@@ -176,7 +162,7 @@ NEW: dict[str, Callable[[Path], Any]] = {
 def test_other_files_do_not_prevent_a_new_run(tmp_path, case):
     NEW[case](tmp_path / "run")
     with CheckpointManager(tmp_path / "run") as manager:
-        assert manager.load(state()) is None
+        assert (manager.load(job()), manager.latest(), manager.list()) == (None, None, [])
 
 
 def test_an_unreadable_folder_is_refused_unless_it_is_lost_and_found(as_a_user):
@@ -221,7 +207,13 @@ NEWEST: dict[str, tuple[Callable[[Path], Any], int]] = {
         ),
         9,
     ),
-    "10": (lambda r: (trainer_step(r / "checkpoint-9", 9), trainer_step(r / "checkpoint-10", 10)), 10),
+    "10, beside final weights": (
+        lambda r: (
+            [trainer_step(r / f"checkpoint-{step}", step) for step in (9, 10)],
+            trainer_step(r, 0, optimizer=False),
+        ),
+        10,
+    ),
     "a link to an older step": (
         lambda r: (
             trainer_step(r / "checkpoint-5", 5),
@@ -238,7 +230,7 @@ def test_the_newest_checkpoint_is_loaded_and_named_in_the_log(tmp_path, caplog, 
     caplog.set_level(logging.INFO)
     make, step = NEWEST[case]
     make(tmp_path)
-    assert load(tmp_path, state()).step == step
+    assert load(tmp_path, job()).step == step
     assert any("continuing from" in text for text in caplog.messages)
 
 
@@ -248,7 +240,7 @@ def test_the_newest_checkpoint_is_loaded_from_a_relative_path(tmp_path, monkeypa
     script_file(Path("run") / "step_5.pt", 5)
     script_file(Path("run") / "last.pt", 9)
     for url in ("run", "./run/", f"file://{Path.cwd()}/run"):
-        assert load(url, state()).step == 9
+        assert load(url, job()).step == 9
 
 
 UNCLEAR: dict[str, Callable[[Path], Any]] = {
@@ -265,20 +257,20 @@ def test_a_checkpoint_that_may_be_newer_than_the_newest_step_is_refused(tmp_path
     script_file(tmp_path / "run" / "step_5.pt", 5)
     UNCLEAR[case](tmp_path / "run")
     with CheckpointManager(tmp_path / "run") as manager, pytest.raises(UsageError, match="not clear which is newer"):
-        manager.load(state())
+        manager.load(job())
 
 
 def test_an_epoch_without_a_step_is_not_older_than_any_step(tmp_path):
     for name, step in (("epoch_1.pt", None), ("epoch_3.pt", None), ("start.pt", 0)):
         script_file(tmp_path / name, step)
     with CheckpointManager(tmp_path) as manager, pytest.raises(UsageError, match="not clear which is newer"):
-        manager.load(state())
+        manager.load(job())
 
 
 def test_a_step_below_which_the_checkpoint_lies_is_compared(tmp_path):
     script_file(tmp_path / "step_90" / "model" / "checkpoint.pt", None)
     script_file(tmp_path / "best.pt", 80)
-    report = load(tmp_path, state())
+    report = load(tmp_path, job())
     assert report.url == str(tmp_path / "step_90" / "model")
 
 
@@ -294,7 +286,7 @@ def test_a_file_that_is_deleted_while_a_run_begins_is_ignored(tmp_path, monkeypa
 
     monkeypatch.setattr(foreign_run, "list_checkpoints", list_and_delete)
     with CheckpointManager(tmp_path) as manager:
-        assert manager.load(state()) is None
+        assert manager.load(job()) is None
 
 
 @pytest.mark.parametrize("name", ["last.ckpt", "a.pt"])
@@ -310,22 +302,17 @@ def test_a_file_that_the_store_does_not_return_is_not_ignored(tmp_path, monkeypa
 
     monkeypatch.setattr(foreign_run, "open_source", open_others)
     with CheckpointManager(tmp_path / "run") as manager, pytest.raises(StorageError, match="no answer"):
-        manager.load(state())
+        manager.load(job())
 
 
-def test_a_skipped_newer_step_is_named_in_a_warning(tmp_path, caplog):
+@pytest.mark.parametrize("files", [(), ("a.pt", "b.pt")], ids=["empty", "of several files, beside an unfinished save"])
+def test_a_skipped_newer_step_is_named_in_a_warning(tmp_path, caplog, files):
     trainer_step(tmp_path / "checkpoint-5", 5)
     (tmp_path / "checkpoint-9").mkdir()
-    assert load(tmp_path, state()).step == 5
-    assert any("checkpoint-9" in r.getMessage() for r in caplog.records if r.levelno == logging.WARNING)
-
-
-def test_a_newer_step_that_is_skipped_beside_an_unfinished_save_is_named_in_a_warning(tmp_path, caplog):
-    trainer_step(tmp_path / "checkpoint-5", 5)
-    for name in ("a.pt", "b.pt"):
+    for name in files:
         script_file(tmp_path / "checkpoint-9" / name, 9)
-    (tmp_path / ".tmp-step_00000001-0123456789abcdef").mkdir()
-    assert load(tmp_path, state()).step == 5
+        (tmp_path / ".tmp-step_00000001-0123456789abcdef").mkdir(exist_ok=True)
+    assert load(tmp_path, job()).step == 5
     assert any("checkpoint-9" in r.getMessage() for r in caplog.records if r.levelno == logging.WARNING)
 
 
@@ -343,10 +330,10 @@ def test_file_urls_may_name_the_host(tmp_path):
 
 
 def asked(root: str) -> str:
-    return refusal(lambda: load(root, state()))
+    return refusal(lambda: load(root, job()))
 
 
-@pytest.mark.parametrize("case", ["an empty step", "steps deep below", "a pointer to a lost step"])
+@pytest.mark.parametrize("case", ["an empty step", "steps deep below", "a lost link", "a step without its record"])
 def test_all_ranks_refuse(ranks, tmp_path, case):
     LOST[case](tmp_path / "run")
     first, second = ranks.run(asked, 2, str(tmp_path / "run"))

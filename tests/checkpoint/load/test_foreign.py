@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,11 @@ def zeros(name: str, dtype: torch.dtype | None = None) -> nn.Module:
     return states.module_of({fqn: torch.zeros_like(value) for fqn, value in values.items()}, trained(name), dtype)
 
 
+def copied(name: str, tmp_path: Path) -> Path:
+    """Return a run's directory as the other system left it."""
+    return Path(shutil.copytree(ZOO / name, tmp_path / "run", ignore=shutil.ignore_patterns("EXPECTED*")))
+
+
 def run_of(name: str, *, scheduler: bool = False, rng: bool = False) -> TrainState:
     model = zeros(name)
     named = dict(model.named_parameters())
@@ -94,10 +100,12 @@ def check_optimizer(optimizer: Any, model: nn.Module, name: str) -> None:
     assert count >= len(list(model.parameters())) > 0
 
 
+@pytest.mark.parametrize("place", ["by its URL", "as the run itself"])
 @pytest.mark.parametrize("name", WITH_OPTIMIZER)
-def test_weights_moments_and_settings_are_restored(name, tmp_path):
+def test_weights_moments_and_settings_are_restored(name, place, tmp_path):
     state = run_of(name)
-    report = load(state, name, tmp_path)
+    url = {"which": str(ZOO / name)} if place == "by its URL" else {}
+    report = states.load(tmp_path / "run" if url else copied(name, tmp_path), state, **url)
     check_weights(state.model, name)
     check_optimizer(state.optimizer, state.model, name)
     assert state.optimizer.param_groups[0]["lr"] != 0.5
@@ -110,9 +118,7 @@ def test_weights_moments_and_settings_are_restored(name, tmp_path):
 def test_a_prefix_that_only_the_model_has_is_added(wrapper, tmp_path):
     name = "lightning_real_mp_w2"
     state = run_of(name)
-    outer = nn.Module()
-    outer.add_module(wrapper[:-1], state.model)
-    inner, state.model = state.model, outer
+    inner, state.model = state.model, nn.ModuleDict({wrapper[:-1]: state.model})
     report = load(state, name, tmp_path)
     check_weights(inner, name)
     check_optimizer(state.optimizer, inner, name)
@@ -132,8 +138,7 @@ def test_two_saved_weights_are_not_loaded_into_one(tmp_path):
     saved = nn.Linear(3, 2).state_dict()
     torch.save({"model": {**{f"net.{name}": t for name, t in saved.items()}, "bias": torch.ones(2)}}, tmp_path / "a.pt")
     state = TrainState(model=nn.Linear(3, 2), rng=False)
-    with states.unchanged(state), pytest.raises(CheckpointMismatchError, match="'bias' and another tensor"):
-        states.load(tmp_path / "run", state, str(tmp_path / "a.pt"))
+    states.check_misfit(tmp_path / "run", state, "'bias' and another tensor", which=str(tmp_path / "a.pt"))
 
 
 @pytest.mark.parametrize("form", ["torch.save", "dcp"])
@@ -228,100 +233,36 @@ def test_a_different_number_of_optimizers_is_refused(tmp_path):
     assert not any(parameter.any() for parameter in parameters)
 
 
-def test_weights_without_optimizer_state_load_only_with_optimizer_skip(tmp_path):
-    name = "hf_ref_llama_untied"
-    expected = load_file(ZOO / name / "model.safetensors")
-    model = states.module_of({fqn: torch.zeros_like(value) for fqn, value in expected.items()})
-    state = TrainState(model=model, optimizer=torch.optim.AdamW(model.parameters()), rng=False)
-    with pytest.raises(CheckpointMismatchError, match='optimizer="skip"'):
-        load(state, name, tmp_path)
-    load(state, name, tmp_path, optimizer="skip")
-    check_weights(model, name, "model.safetensors")
+def layers() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
 
 
-def stepped(steps: int, kind: Any = torch.optim.AdamW, **options: Any) -> tuple[nn.Module, Any]:
-    """Return a small model and its optimizer after some steps."""
-    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
-    optimizer = kind(model.parameters(), **options)
-    for _ in range(steps):
-        model(torch.ones(1, 3)).sum().backward()
-        optimizer.step()
-    return model, optimizer
-
-
-def test_settings_of_numbered_parameters_are_matched_by_order(tmp_path):
-    model, optimizer = stepped(1, lr=0.125)
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 3}, tmp_path / "old.pt")
-    fresh, again = stepped(0, lr=0.5)
-    report = load(TrainState(model=fresh, optimizer=again, rng=False), str(tmp_path / "old.pt"), tmp_path)
-    assert again.param_groups[0]["lr"] == 0.125
-    for mine, theirs in zip(fresh.parameters(), model.parameters(), strict=True):
-        assert torch.equal(mine, theirs)
-        assert torch.equal(again.state[mine]["exp_avg_sq"], optimizer.state[theirs]["exp_avg_sq"])
-    assert report.extra["epoch"] == 3
-
-
-class Counting(torch.optim.Optimizer):
-    """Keeps a number for each parameter, like transformers' Adafactor and the optimizers of bitsandbytes."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 0.1})
-
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                state = self.state[parameter]
-                state.setdefault("moment", torch.ones_like(parameter))
-                state["step"], state["RMS"] = state.get("step", 0) + 1, 0.25
-
-
-@pytest.mark.parametrize("kind", [Counting, torch.optim.AdamW])
-def test_optimizer_states_that_are_plain_numbers_are_restored(kind, tmp_path):
-    model, optimizer = stepped(5, kind)
-    saved = optimizer.state_dict()
-    for state in saved["state"].values():
-        state["step"] = int(state["step"])  # as torch kept it before 1.12
-    (tmp_path / "theirs").mkdir()
-    torch.save(model.state_dict(), tmp_path / "theirs" / "pytorch_model.bin")
-    torch.save(saved, tmp_path / "theirs" / "optimizer.bin")
-    new, resumed = stepped(0, kind)
-    load(TrainState(model=new, optimizer=resumed), str(tmp_path / "theirs"), tmp_path)
-    for parameter in new.parameters():
-        state = resumed.state[parameter]
-        assert state["step"] == 5 and isinstance(state["step"], int if kind is Counting else torch.Tensor)
-        assert kind is not Counting or state["RMS"] == 0.25
+def write(state: TrainState, path: Path) -> str:
+    """Save the weights and the optimizer of a job in one file of torch.save; return its URL."""
+    path.parent.mkdir(exist_ok=True)
+    torch.save({"model": state.model.state_dict(), "optimizer": state.optimizer.state_dict()}, path)
+    return str(path)
 
 
 @pytest.mark.parametrize("groups", [1, 2])
 def test_factored_states_of_numbered_parameters_are_matched_by_order(groups, tmp_path):
-    def made(seed: int, groups: int = 1) -> tuple[Any, Any]:
-        torch.manual_seed(seed)
-        model = nn.Sequential(nn.Linear(4, 3, bias=False), nn.Linear(3, 5))
-        params = [*model.parameters()]
-        return model, torch.optim.Adafactor([{"params": params[i::groups]} for i in range(groups)])
+    def made(steps: int, groups: int) -> TrainState:
+        params = [*(model := layers()).parameters()]
+        split = [{"params": params[i::groups]} for i in range(groups)]
+        return states.trained(model, torch.optim.Adafactor, steps=steps, params=split)
 
-    model, optimizer = made(0)
-    model(torch.ones(2, 4)).sum().backward()
-    optimizer.step()
-    (tmp_path / "theirs").mkdir()
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "theirs" / "ckpt.pt")
-    new, resumed = made(1, groups)
-    load(TrainState(model=new, optimizer=resumed), str(tmp_path / "theirs"), tmp_path)
-    for mine, theirs in zip(model.parameters(), new.parameters(), strict=True):
-        assert optimizer.state[mine].keys() == resumed.state[theirs].keys()
-        for name, value in optimizer.state[mine].items():
-            assert torch.equal(value, resumed.state[theirs][name])
+    theirs, mine = made(1, 1), made(0, groups)
+    load(mine, write(theirs, tmp_path / "theirs" / "ckpt.pt"), tmp_path)
+    states.check_resumed(mine, theirs)
 
 
 def test_numbered_states_of_ranks_are_matched_by_order_although_their_shapes_are_equal(tmp_path):
-    def made(seed: int) -> tuple[Any, Any]:
-        torch.manual_seed(seed)
+    def made(steps: int) -> TrainState:
         model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(3)))
-        return model, torch.optim.AdamW([*model.parameters()][1:])  # the first layer is frozen
+        params = [*model.parameters()][1:]  # the first layer is frozen
+        return states.trained(model, steps=steps, params=params)
 
-    model, optimizer = made(0)
-    model(torch.ones(1, 4)).sum().backward()
-    optimizer.step()
+    theirs, mine = made(1), made(0)
     for rank in range(2):
         mesh = DeviceMesh("cpu", torch.arange(2), _init_backend=False, _rank=rank)
 
@@ -333,27 +274,21 @@ def test_numbered_states_of_ranks_are_matched_by_order_although_their_shapes_are
                 rows, mesh, [Shard(0)], run_check=False, shape=tensor.shape, stride=tensor.stride()
             )
 
-        state = optimizer.state_dict()
+        model, state = theirs.model.state_dict(), theirs.optimizer.state_dict()
         state["state"] = {i: {k: part(v) for k, v in values.items()} for i, values in state["state"].items()}
-        torch.save({k: part(v) for k, v in model.state_dict().items()}, tmp_path / f"model_world_size_2_rank_{rank}.pt")
+        torch.save({k: part(v) for k, v in model.items()}, tmp_path / f"model_world_size_2_rank_{rank}.pt")
         torch.save(state, tmp_path / f"optim_world_size_2_rank_{rank}.pt")
-    new, resumed = made(1)
-    report = load(TrainState(model=new, optimizer=resumed), str(tmp_path), tmp_path)
-    for mine, theirs in zip(model.parameters(), new.parameters(), strict=True):
-        assert torch.equal(mine, theirs)
-        for name, value in optimizer.state.get(mine, {}).items():
-            assert torch.equal(value, resumed.state[theirs][name])
+    report = load(mine, str(tmp_path), tmp_path)
+    states.check_resumed(mine, theirs)
     assert any("matched by order" in note for note in report.notes)
 
 
 @pytest.mark.parametrize("steps", [0, 1])
 def test_an_error_names_a_moment_that_one_parameter_lacks(steps, tmp_path):
-    model, optimizer = stepped(2)
-    saved = {"model": model.state_dict(), "optim": get_optimizer_state_dict(model, optimizer)}
+    theirs, state = states.trained(layers()), states.trained(layers(), steps=steps)
+    saved = {"model": theirs.model.state_dict(), "optim": get_optimizer_state_dict(theirs.model, theirs.optimizer)}
     del saved["optim"]["state"]["0.weight"]["exp_avg"]
     dcp.save(saved, checkpoint_id=str(tmp_path / "theirs"), no_dist=True)
-    model, optimizer = stepped(steps)
-    state = TrainState(model=model, optimizer=optimizer)
     missing = pytest.raises(CheckpointMismatchError, match=r"1 missing in the checkpoint: 0\.weight\.exp_avg\b")
     with states.unchanged(state), missing:
         load(state, str(tmp_path / "theirs"), tmp_path)
@@ -364,29 +299,23 @@ def test_an_error_names_a_moment_that_one_parameter_lacks(steps, tmp_path):
 def test_the_adapter_of_a_trainer_is_restored_with_its_optimizer(tmp_path):
     peft = pytest.importorskip("peft")
 
-    def made(seed: int) -> tuple[Any, Any]:
-        torch.manual_seed(seed)
+    def made(steps: int) -> TrainState:
         net = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 4), nn.Linear(4, 3))
         config = peft.LoraConfig(r=2, target_modules=["0", "1"], modules_to_save=["2"], use_dora=True)
         model = peft.get_peft_model(net, config)
-        return model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+        return states.trained(model, steps=steps, params=[p for p in model.parameters() if p.requires_grad])
 
-    model, optimizer = made(0)
-    model(torch.arange(7)).sum().backward()
-    optimizer.step()
-    model.save_pretrained(tmp_path / "checkpoint-1")  # as transformers' Trainer does
-    torch.save(optimizer.state_dict(), tmp_path / "checkpoint-1" / "optimizer.pt")
-    other, its_optimizer = made(1)
-    report = states.load(
-        tmp_path / "run", TrainState(model=other, optimizer=its_optimizer), str(tmp_path / "checkpoint-1"),
-        include=["*lora_*", "*modules_to_save*"],
-    )  # fmt: skip
-    pairs = zip(model.named_parameters(), other.parameters(), strict=True)
-    trained = {fqn: (mine, theirs) for (fqn, mine), theirs in pairs if mine.requires_grad}
-    assert len(trained) == 8 and not report.unexpected
-    for fqn, (mine, theirs) in trained.items():
-        assert torch.equal(mine, theirs), fqn
-        assert torch.equal(optimizer.state[mine]["exp_avg"], its_optimizer.state[theirs]["exp_avg"]), fqn
+    theirs, mine = made(1), made(0)
+    theirs.model.save_pretrained(tmp_path / "checkpoint-1")  # as transformers' Trainer does
+    torch.save(theirs.optimizer.state_dict(), tmp_path / "checkpoint-1" / "optimizer.pt")
+    report = load(mine, str(tmp_path / "checkpoint-1"), tmp_path, include=["*lora_*", "*modules_to_save*"])
+    assert not report.unexpected
+    pairs = zip(mine.model.named_parameters(), theirs.model.parameters(), strict=True)
+    trained = [(fqn, one, other) for (fqn, one), other in pairs if one.requires_grad]
+    assert len(trained) == 8
+    for fqn, one, other in trained:
+        assert torch.equal(one, other), fqn
+        assert torch.equal(mine.optimizer.state[one]["exp_avg"], theirs.optimizer.state[other]["exp_avg"]), fqn
 
 
 def test_the_base_model_of_an_adapter_is_loaded_under_the_names_without_peft(tmp_path):
@@ -406,15 +335,12 @@ def test_the_base_model_of_an_adapter_is_loaded_under_the_names_without_peft(tmp
 
 @pytest.mark.parametrize("name", ["scheduler.pt", "rng_state.pth"])
 def test_a_damaged_file_of_the_trainer_is_an_error(name, tmp_path):
-    model, optimizer = stepped(1)
-    folder = tmp_path / "checkpoint-5"
+    theirs, state, folder = states.trained(layers()), states.trained(layers(), steps=0), tmp_path / "checkpoint-5"
     folder.mkdir()
-    save_file(model.state_dict(), folder / "model.safetensors")
-    torch.save(optimizer.state_dict(), folder / "optimizer.pt")
+    save_file(theirs.model.state_dict(), folder / "model.safetensors")
+    torch.save(theirs.optimizer.state_dict(), folder / "optimizer.pt")
     torch.save({"last_epoch": 5, "_last_lr": [0.5]}, folder / name)
     (folder / name).write_bytes((folder / name).read_bytes()[:200])
-    fresh, again = stepped(0)
-    state = TrainState(model=fresh, optimizer=again)
     with states.unchanged(state), pytest.raises(CorruptCheckpointError, match=name):
         load(state, str(folder), tmp_path)
 
@@ -428,58 +354,25 @@ class Averaged(nn.Module):
         nn.init.constant_(self.net.weight, value)
 
 
-def averaged_run(path: Path, saved: Averaged, average: Averaged) -> None:
-    """Write the file of a Lightning run with WeightAveraging. Its `state_dict` is the average."""
-    callbacks = pytest.importorskip("lightning.pytorch.callbacks")
-    callback = callbacks.WeightAveraging()
-    callback._average_model = torch.optim.swa_utils.AveragedModel(average)
-    optimizer = torch.optim.SGD(saved.parameters(), lr=0.1, momentum=0.9)
-    saved.net(torch.ones(3)).sum().backward()
-    optimizer.step()
+def test_training_continues_with_the_weights_that_were_averaged_and_not_with_the_average(tmp_path):
+    """In the file of a Lightning run with WeightAveraging, `state_dict` is the average."""
+    callback = pytest.importorskip("lightning.pytorch.callbacks").WeightAveraging()
+    callback._average_model = torch.optim.swa_utils.AveragedModel(Averaged(7.0))
+    saved = states.trained(Averaged(1.0), torch.optim.SGD, lr=0.1, momentum=0.9)
     content = {
-        "state_dict": saved.state_dict(),
+        "state_dict": saved.model.state_dict(),
         "pytorch-lightning_version": "2.6.0",
         "global_step": 1,
-        "optimizer_states": [optimizer.state_dict()],
+        "optimizer_states": [saved.optimizer.state_dict()],
     }
     callback.on_save_checkpoint(None, None, content)
-    torch.save(content, path)
-
-
-def test_training_continues_with_the_weights_that_were_averaged_and_not_with_the_average(tmp_path):
-    trained, average = Averaged(1.0), Averaged(7.0)
-    averaged_run(tmp_path / "last.ckpt", trained, average)
+    torch.save(content, tmp_path / "last.ckpt")
     reshard(str(tmp_path / "last.ckpt"), str(tmp_path / "step_00000001"), world_size=1)
     for source in ("last.ckpt", "step_00000001"):
-        live = Averaged(0.0).net
-        state = TrainState(model=live, optimizer=torch.optim.SGD(live.parameters(), lr=0.1, momentum=0.9))
-        report = states.load(tmp_path / "run", state, str(tmp_path / source), optimizer="skip")
-        assert torch.equal(live.weight, trained.net.weight)
+        state = states.optimized(Averaged(0.0).net, momentum=0.9)
+        report = load(state, str(tmp_path / source), tmp_path, optimizer="skip")
+        assert torch.equal(state.model.weight, saved.model.net.weight)
         assert source != "last.ckpt" or any("current_model_state" in note for note in report.notes)
-
-
-def test_a_note_names_the_tensors_that_are_neither_weights_nor_optimizer_state(tmp_path):
-    model = nn.Linear(2, 2)
-    callbacks = {"best": {"score": torch.zeros(1 << 19), "path": "x"}}  # too large to be returned as an extra
-    torch.save({"state_dict": model.state_dict(), "global_step": 3, "callbacks": callbacks}, tmp_path / "a.ckpt")
-    report = states.load(tmp_path / "run", TrainState(model=nn.Linear(2, 2)), str(tmp_path / "a.ckpt"))
-    assert any(
-        note.startswith("not restored: 1 tensor, neither") and "callbacks.best.score" in note for note in report.notes
-    )
-
-
-@pytest.mark.parametrize("key", ["opt", "adam"])
-def test_an_optimizer_is_recognized_under_any_key(key, tmp_path):
-    saved, live = nn.Linear(3, 2), nn.Linear(3, 2)
-    optimizer = torch.optim.AdamW(saved.parameters(), lr=0.25)
-    saved(torch.ones(3)).sum().backward()
-    optimizer.step()
-    torch.save({"gen": saved.state_dict(), key: optimizer.state_dict(), "step": 3}, tmp_path / "a.pt")
-    state = TrainState(model=live, optimizer=torch.optim.AdamW(live.parameters()))
-    assert states.load(tmp_path / "run", state, str(tmp_path / "a.pt")).step == 3
-    assert torch.equal(live.weight, saved.weight)
-    assert torch.equal(state.optimizer.state[live.weight]["exp_avg"], optimizer.state[saved.weight]["exp_avg"])
-    assert state.optimizer.param_groups[0]["lr"] == 0.25
 
 
 NAMES = {
@@ -488,52 +381,41 @@ NAMES = {
 }
 
 
+def accelerate(folder: Path, kind: str) -> dict[str, TrainState]:
+    """Write two models and their optimizers as accelerate numbers them: in the order in which `prepare` got them."""
+    jobs = {
+        name: states.trained(nn.Linear(3, 2), steps=at, lr=at / 4) for at, name in enumerate(("student", "teacher"), 1)
+    }
+    folder.mkdir()
+    for at, job in enumerate(jobs.values()):
+        (save_file if kind == "DDP" else torch.save)(job.model.state_dict(), folder / NAMES[kind][0][at])
+        torch.save(job.optimizer.state_dict(), folder / NAMES[kind][1][at])
+    return jobs
+
+
 @pytest.mark.parametrize("kind", NAMES)
 def test_several_models_of_accelerate_are_matched_by_order(kind, tmp_path):
-    """Accelerate numbers models, optimizers and schedulers in the order in which `prepare` got them."""
-
-    def job(lr: float) -> TrainState:
-        models = {name: nn.Linear(3, 2) for name in ("student", "teacher")}
-        optimizers = {
-            name: torch.optim.AdamW(m.parameters(), lr * (i + 1)) for i, (name, m) in enumerate(models.items())
-        }
-        schedulers = {name: torch.optim.lr_scheduler.StepLR(o, 5) for name, o in optimizers.items()}
-        return TrainState(model=models, optimizer=optimizers, scheduler=schedulers)
-
-    saved, live, folder = job(0.25), job(0.5), tmp_path / "state"
-    folder.mkdir()
-    for name, model in saved.model.items():
-        for _ in range(1 + (name == "teacher")):
-            model(torch.ones(3)).sum().backward()
-            saved.optimizer[name].step()
-            saved.scheduler[name].step()
-    for at, name in enumerate(saved.model):
-        weights = saved.model[name].state_dict()
-        write = save_file if kind == "DDP" else torch.save
-        write(weights, folder / NAMES[kind][0][at])
-        torch.save(saved.optimizer[name].state_dict(), folder / NAMES[kind][1][at])
-        torch.save(saved.scheduler[name].state_dict(), folder / f"scheduler{'_1' * at}.bin")
-    torch.save({"step": 3}, folder / "random_states_0.pkl")
-    report = states.load(tmp_path / "run", live, str(folder))
+    theirs = accelerate(tmp_path / "state", kind)
+    for at in range(2):
+        torch.save({"last_epoch": 1 + at, "_last_lr": [0.5]}, tmp_path / "state" / f"scheduler{'_1' * at}.bin")
+    torch.save({"step": 3}, tmp_path / "state" / "random_states_0.pkl")
+    mine = {name: states.trained(nn.Linear(3, 2), steps=0) for name in theirs}
+    schedulers = {name: torch.optim.lr_scheduler.StepLR(job.optimizer, 5) for name, job in mine.items()}
+    state = TrainState(
+        model={name: job.model for name, job in mine.items()},
+        optimizer={name: job.optimizer for name, job in mine.items()},
+        scheduler=schedulers,
+    )
+    report = load(state, str(tmp_path / "state"), tmp_path)
     assert any("matched by order" in note for note in report.notes)
-    for name, model in saved.model.items():
-        assert torch.equal(live.model[name].weight, model.weight)
-        ours, theirs = live.optimizer[name], saved.optimizer[name]
-        assert torch.equal(ours.state[live.model[name].weight]["exp_avg"], theirs.state[model.weight]["exp_avg"])
-        assert ours.param_groups[0]["lr"] == theirs.param_groups[0]["lr"]
-        assert live.scheduler[name].last_epoch == saved.scheduler[name].last_epoch
+    for at, name in enumerate(theirs, 1):
+        states.check_resumed(mine[name], theirs[name])
+        assert mine[name].optimizer.param_groups[0]["lr"] == at / 4 and schedulers[name].last_epoch == at
 
 
 def test_models_of_the_same_class_are_converted_and_resharded_under_their_own_names(tmp_path):
     folder = tmp_path / "state"
-    folder.mkdir()
-    models = [nn.Linear(3, 2), nn.Linear(3, 2)]
-    for at, model in enumerate(models):
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.25 * (at + 1))
-        model(torch.ones(3)).sum().backward()
-        optimizer.step()
-        torch.save(model.state_dict(), folder / NAMES["FSDP"][0][at])
-        torch.save(optimizer.state_dict(), folder / NAMES["FSDP"][1][at])
+    models = [job.model for job in accelerate(folder, "FSDP").values()]
     convert(str(folder), str(tmp_path / "out"), include="*")
     exported = load_file(tmp_path / "out" / "model.safetensors")
     assert torch.equal(exported["weight"], models[0].weight)
@@ -543,24 +425,3 @@ def test_models_of_the_same_class_are_converted_and_resharded_under_their_own_na
     trees = {name: entry.value for name, entry in open_source(report.dst).catalog.objects.items()}
     assert trees["optimizer_1"]["param_groups"][0]["params"] == ["model_1.weight", "model_1.bias"]
     assert [trees[f"optimizer_{i}"]["param_groups"][0]["lr"] for i in range(2)] == [0.25, 0.5]
-
-
-@pytest.mark.parametrize("keys", [("sched", "scale"), ("lr_scheduler", "MixedPrecision")])
-def test_a_scheduler_and_a_grad_scaler_are_recognized_under_any_key(keys, tmp_path):
-    def job(lr: float, scale: float) -> TrainState:
-        model = nn.Linear(3, 2)
-        optimizer = torch.optim.SGD(model.parameters(), lr)
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5)
-        scaler = torch.amp.GradScaler("cpu", init_scale=scale)
-        return TrainState(model=model, optimizer=optimizer, scheduler=scheduler, grad_scaler=scaler)
-
-    saved, live = job(0.25, 8.0), job(0.5, 2.0)
-    saved.optimizer.step()
-    saved.scheduler.step()
-    parts = {"model": saved.model, "optimizer": saved.optimizer, keys[0]: saved.scheduler, keys[1]: saved.grad_scaler}
-    torch.save({**{key: part.state_dict() for key, part in parts.items()}, "step": 1}, tmp_path / "a.pt")
-    report = states.load(tmp_path / "run", live, str(tmp_path / "a.pt"))
-    assert not report.skipped
-    assert live.scheduler.last_epoch == 1
-    assert live.grad_scaler.get_scale() == 8.0
-    assert not {*keys} & report.extra.keys()

@@ -185,20 +185,6 @@ def test_a_mapped_weight_that_is_not_cast_is_as_saved(tmp_path):
     assert_equal(weights(model), expected(rounded, before))
 
 
-def test_the_rest_of_a_padded_tensor_is_unchanged_if_a_load_casts(tmp_path):
-    saved = module_of({"tok": torch.randn(ROWS, 4, dtype=torch.bfloat16)})
-    states.save(tmp_path / "old", TrainState(model=saved))
-    for atomic in (False, True):
-        model = module_of({"tok": torch.randn(PADDED, 4)})
-        rest = model.tok[ROWS:].clone()
-        key_map = NameMap("longer", (Pad(P("tok"), PADDED),))
-        url = str(tmp_path / "old" / "step_00000001")
-        options = {"convert_dtype": True, "atomic": atomic}
-        states.load(tmp_path / "run", TrainState(model=model), url, key_map=key_map, **options)
-        assert torch.equal(model.tok[:ROWS], saved.tok.float())
-        assert torch.equal(model.tok[ROWS:], rest)
-
-
 @pytest.fixture
 def source(tmp_path: Path) -> str:
     write("sharded", str(tmp_path / "old"), sharded=False)

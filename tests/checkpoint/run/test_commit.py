@@ -12,7 +12,6 @@ import pytest
 
 from ckptkit.checkpoint.run.commit import begin_save
 from ckptkit.checkpoint.run.coordinator import Coordinator
-from ckptkit.checkpoint.run.inventory import list_checkpoints
 from ckptkit.checkpoint.run.pins import pin_forever, pin_while_reading
 from ckptkit.errors import CheckpointExistsError, LeaseHeldError, NoSpaceError, RankFailedError, SaveError, UsageError
 from ckptkit.formats.own.record import FileRecord, read_record
@@ -30,25 +29,6 @@ def test_a_commit_publishes_only_the_files_and_the_record(tmp_path):
     again = read_record(open_store(str(tmp_path / "run" / "step_00000007")))
     assert again == record and again.metrics == {"loss": 1.5} and again.client_state == {"epoch": 2}
     assert sorted(os.listdir(tmp_path / "run")) == [".ckptkit", "latest", "step_00000007"]
-
-
-def test_a_tag_names_the_directory_and_the_record_the_step(tmp_path):
-    save(tmp_path, 7, tag="best-so-far")
-    (item,) = list_checkpoints(open_store(str(tmp_path))).committed
-    assert (item.path, item.step) == ("best-so-far", 7)
-
-
-def test_saving_an_existing_step_is_refused_before_anything_is_written(tmp_path):
-    first = save(tmp_path, 7)
-    with pytest.raises(CheckpointExistsError, match="overwrite=True"):
-        save(tmp_path, 7)
-    assert read_record(open_store(str(tmp_path / "step_00000007"))) == first and leftovers(tmp_path) == []
-
-
-def test_overwrite_replaces_the_files_and_the_save_id(tmp_path):
-    first = save(tmp_path, 7)
-    second = save(tmp_path, 7, overwrite=True, nbytes=50)
-    assert second.save_id != first.save_id and check(tmp_path) == [7] and leftovers(tmp_path) == []
 
 
 def test_a_checkpoint_that_a_user_pinned_is_not_overwritten(tmp_path):
@@ -73,13 +53,6 @@ def test_a_foreign_entry_of_the_same_name_is_left_unchanged(tmp_path, kind):
     with pytest.raises(CheckpointExistsError, match="in the way"):
         save(tmp_path, 7, overwrite=True)
     assert place.is_symlink() or place.exists()
-
-
-def test_too_little_space_is_an_error_before_anything_is_written(tmp_path):
-    with pytest.raises(NoSpaceError, match="No space left") as caught:
-        save(tmp_path, 7, planned_bytes=1 << 60)
-    assert "free" in str(caught.value) and leftovers(tmp_path) == []
-    save(tmp_path, 7, planned_bytes=4000)
 
 
 def test_the_error_of_a_full_disk_suggests_a_deletion_only_if_there_is_something_to_delete(tmp_path):
@@ -116,15 +89,6 @@ def test_files_that_differ_from_what_ranks_reported_are_not_published(tmp_path, 
 
     with pytest.raises((SaveError, RankFailedError)):
         save(tmp_path, 3, before=spoil)
-    assert check(tmp_path) == [] and leftovers(tmp_path) == []
-
-
-@pytest.mark.parametrize(
-    "fields", [{"client_state": object()}, {"metrics": {"loss": "low"}}, {"mesh": {"shape": [2], "names": []}}]
-)
-def test_a_record_that_cannot_be_read_back_fails_the_save(tmp_path, fields):
-    with pytest.raises((UsageError, RankFailedError, ValueError)):
-        save(tmp_path, 3, fields=fields)
     assert check(tmp_path) == [] and leftovers(tmp_path) == []
 
 
@@ -174,18 +138,15 @@ def test_a_failed_sync_of_the_root_undoes_the_commit(tmp_path, monkeypatch):
     assert check(tmp_path) == [] and leftovers(tmp_path) == []
 
 
-def test_a_foreign_file_called_latest_is_not_overwritten(tmp_path):
-    (tmp_path / "latest").write_text("global_step100")
-    save(tmp_path, 3)
-    assert (tmp_path / "latest").read_text() == "global_step100"
-
-
-def test_latest_names_the_newest_checkpoint(tmp_path):
+def test_latest_names_the_newest_checkpoint_unless_it_is_a_foreign_file(tmp_path):
     save(tmp_path, 3)
     save(tmp_path, 4, tag="final")
     assert (tmp_path / "latest").read_text() == "final\n"
     save(tmp_path, 5)
     assert (tmp_path / "latest").read_text() == "step_00000005\n"
+    (tmp_path / "latest").write_text("global_step100")  # of another program
+    save(tmp_path, 6)
+    assert (tmp_path / "latest").read_text() == "global_step100"
 
 
 @pytest.mark.parametrize("tag", NAMES, ids=ascii)
@@ -214,17 +175,10 @@ def test_the_next_save_removes_leftovers_of_dead_saves(tmp_path):
 # --- several ranks
 
 
-@on_ranks(3)
-def test_ranks_write_one_checkpoint_together(tmp_path):
-    coordinator = Coordinator(timeout_s=20)
-    for step in (1, 2):
-        save(tmp_path, step, coordinator=coordinator, planned_bytes=3000)
-    coordinator.close()
-    assert check(tmp_path) == [1, 2]
-    assert read_record(open_store(str(tmp_path / "step_00000002"))).world_size == 3
-
-
-@pytest.mark.parametrize(("what", "text"), [("step", "disagree"), ("tag", "disagree"), ("root", "not shared by all")])
+@pytest.mark.parametrize(
+    ("what", "text"),
+    [("step", r"disagree.*: rank 0 has \(1, .*, rank 1 has \(2, "), ("tag", "disagree"), ("root", "not shared by all")],
+)
 @on_ranks(3)
 def test_ranks_that_disagree_on_what_to_save_all_fail(tmp_path, what, text):
     coordinator = Coordinator(timeout_s=20)

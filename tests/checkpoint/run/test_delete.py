@@ -8,6 +8,7 @@ import logging
 import os
 import shutil
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +43,8 @@ def run(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def turn(root: Path, protected: dict[str, str] | None = None, **policy: Any) -> list[int]:
-    rotate(open_store(str(root)), RetentionPolicy(**policy), protected=protected)
+def turn(root: Path, **policy: Any) -> list[int]:
+    rotate(open_store(str(root)), RetentionPolicy(**policy))
     return check(root)
 
 
@@ -195,35 +196,81 @@ def test_a_file_that_appears_during_the_deletion_of_its_directory_survives(run, 
     assert (step / "notes.txt").exists() and leftovers(run) == []
 
 
-def test_foreign_files_in_the_trash_of_a_killed_deletion_are_moved_back(run):
-    trash = run / ".trash-step_00000001-0123456789abcdef"
-    (run / "step_00000001").rename(trash)
-    (trash / "notes.txt").write_bytes(b"mine")
-    clean_leftovers(open_store(str(run)))
-    assert (run / "step_00000001" / "notes.txt").read_bytes() == b"mine" and leftovers(run) == []
-    assert check(run) == [2, 3, 4]
-    save(run, 1)
-    assert (run / "step_00000001" / "notes.txt").exists()
-
-
-def _killed_removal(say: Any, root: str, by: str) -> None:
+def _killed_at_the_end(root: str, remove: Callable[[str], Any]) -> None:
+    """Remove a checkpoint, and die when only the foreign files are left, in a hidden directory."""
     for module in (delete, attempt):
         module.give_up = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-    if by == "delete":
-        delete_checkpoint(open_store(root), "step_00000001", reason="test")
-    else:
-        save(root, 1, overwrite=True)
+    remove(root)
 
 
-@pytest.mark.parametrize("by", ["delete", "overwrite"])
-def test_a_command_that_writes_to_the_name_of_a_killed_removal_keeps_foreign_files(run, by):
-    step, files = run / "step_00000001", theirs(run / "step_00000001")
-    fork(_killed_removal, str(run), by)
-    assert held(step).keys().isdisjoint(files)  # they are in a hidden directory
-    with publish.stage(str(step), replaceable=lambda *_: None, overwrite=True) as store:
+def _killed_while_moving(root: str) -> None:
+    LocalStore.move = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    _overwrite_1(root)
+
+
+def _killed_before_the_mark(root: str) -> None:
+    """Delete a checkpoint whose directory another program makes again, and die when its files have been moved back."""
+    drop, rename = delete.drop, LocalStore.rename
+
+    def made_again(store: LocalStore, name: str) -> str | None:
+        trash = drop(store, name)
+        os.mkdir(f"{root}/{name}")
+        return trash
+
+    def killed(store: LocalStore, source: str, target: str) -> None:
+        if target == "step_00000001/.ckptkit-deleted.json":
+            os.kill(os.getpid(), signal.SIGKILL)
+        rename(store, source, target)
+
+    delete.drop, LocalStore.rename = made_again, killed
+    _delete_1(root)
+
+
+def _delete_1(root: str) -> None:
+    delete_checkpoint(open_store(root), "step_00000001", reason="test")
+
+
+def _overwrite_1(root: str) -> None:
+    save(root, 1, overwrite=True)
+
+
+def _write_there(run: Path) -> None:
+    with publish.stage(str(run / "step_00000001"), replaceable=lambda *_: None, overwrite=True) as store:
         store.write("x", b"copied")
+
+
+def _fail_to_clean_up(run: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(commit, "give_up", failing(PermissionError(errno.EACCES, "Permission denied")))
+        clean_leftovers(open_store(str(run)))
+
+
+KILLS: dict[str, Callable[[str], Any]] = {
+    "deletion": lambda root: _killed_at_the_end(root, _delete_1),
+    "overwrite": lambda root: _killed_at_the_end(root, _overwrite_1),
+    "overwrite that moves": _killed_while_moving,
+    "deletion before the mark": _killed_before_the_mark,
+}
+THEN: dict[str, Callable[[Path], Any]] = {
+    "saved again": lambda run: save(run, 1, overwrite=True),
+    "written to": _write_there,
+    "not cleaned up at once": _fail_to_clean_up,
+}
+
+
+# Where foreign files are back in their place, commands refuse to write.
+AFTER = [(kill, then) for kill in KILLS for then in THEN if (kill, then) != ("deletion before the mark", "written to")]
+
+
+@pytest.mark.parametrize(("kill", "then"), AFTER)
+def test_a_killed_removal_loses_no_foreign_file_whatever_happens_next(run, kill, then):
+    step, files = run / "step_00000001", theirs(run / "step_00000001")
+    fork(lambda say: KILLS[kill](str(run)))
+    assert leftovers(run) != []
+    THEN[then](run)
     clean_leftovers(open_store(str(run)))
-    assert held(step) == files | {"x": b"copied"} and leftovers(run) == []
+    assert files.items() <= held(step).items() and leftovers(run) == []
+    assert then != "written to" or held(step)["x"] == b"copied"
 
 
 def test_two_processes_that_finish_one_deletion_lose_no_foreign_file(run, monkeypatch):
@@ -240,46 +287,6 @@ def test_two_processes_that_finish_one_deletion_lose_no_foreign_file(run, monkey
     monkeypatch.undo()
     clean_leftovers(root)
     assert held(step) == files and leftovers(run) == []
-
-
-def _killed_while_moving(say: Any, root: str) -> None:
-    LocalStore.move = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-    save(root, 1, overwrite=True)
-
-
-def test_foreign_files_in_a_directory_that_cannot_be_removed_now_are_moved_back_later(run, monkeypatch):
-    step, files = run / "step_00000001", theirs(run / "step_00000001")
-    fork(_killed_while_moving, str(run))
-    monkeypatch.setattr(commit, "give_up", failing(PermissionError(errno.EACCES, "Permission denied")))
-    clean_leftovers(open_store(str(run)))
-    monkeypatch.undo()
-    clean_leftovers(open_store(str(run)))
-    assert files.items() <= held(step).items() and leftovers(run) == []
-
-
-def _killed_before_the_mark(say: Any, root: str) -> None:
-    drop, rename = delete.drop, LocalStore.rename
-
-    def made_again(store: LocalStore, name: str) -> str | None:
-        trash = drop(store, name)
-        os.mkdir(f"{root}/{name}")  # by the program that writes the foreign files
-        return trash
-
-    def killed(store: LocalStore, source: str, target: str) -> None:
-        if target == "step_00000001/.ckptkit-deleted.json":
-            os.kill(os.getpid(), signal.SIGKILL)
-        rename(store, source, target)
-
-    delete.drop, LocalStore.rename = made_again, killed
-    delete_checkpoint(open_store(root), "step_00000001", reason="test")
-
-
-def test_a_step_can_be_saved_again_after_a_deletion_that_was_killed_when_all_foreign_files_were_moved(run):
-    step, files = run / "step_00000001", theirs(run / "step_00000001")
-    fork(_killed_before_the_mark, str(run))
-    assert held(step) == files and leftovers(run)
-    save(run, 1)
-    assert files.items() <= held(step).items() and leftovers(run) == []
 
 
 def test_an_overwrite_on_nfs_is_saved_even_if_the_old_checkpoint_cannot_be_removed(run, monkeypatch, caplog):
@@ -401,30 +408,6 @@ def test_a_kill_at_any_operation_of_a_deletion_loses_no_foreign_file(tmp_path, s
         if code == 0:
             break
     assert nth >= 20
-
-
-def test_incomplete_higher_steps_do_not_count_and_are_not_deleted(run):
-    for step in (200, 300):
-        (run / f"step_{step:08d}").mkdir()
-    assert turn(run, max_num=2) == [3, 4] and (run / "step_00000300").is_dir()
-
-
-def test_the_checkpoint_resumed_from_is_not_deleted(run):
-    assert turn(run, {"step_00000001": "resumed from"}, max_num=1) == [1, 4]
-
-
-def test_a_failing_save_with_max_num_1_loses_nothing(tmp_path):
-    save(tmp_path, 1)
-    turn(tmp_path, max_num=1)
-    with pytest.raises(RankFailedError):
-        save(tmp_path, 2, before=failing(OSError(errno.ENOSPC, "No space left on device")))
-    assert turn(tmp_path, max_num=1) == [1]
-
-
-def test_steps_from_before_a_rollback_are_deleted_first(tmp_path):
-    for step in (100, 200, 300, 150):
-        save(tmp_path, step)
-    assert turn(tmp_path, max_num=2) == [100, 150]
 
 
 def test_pinned_checkpoints_stay_until_they_are_unpinned(run):

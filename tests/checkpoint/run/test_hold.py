@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -214,17 +215,23 @@ def test_a_save_that_waits_for_its_turn_too_long_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("beat", [False, True])
-def test_a_missing_root_is_an_error_and_is_not_recreated(tmp_path, beat, monkeypatch):
+@pytest.mark.parametrize("then", ["nothing", "an empty directory", "a link to another directory"])
+def test_a_root_that_was_moved_away_is_neither_recreated_nor_written_to(tmp_path, then, beat, monkeypatch):
     monkeypatch.setattr(lease_module, "BEAT_S", 0.02)
-    root = tmp_path / "run"
+    root, other = tmp_path / "run", tmp_path / "other"
+    other.mkdir()
     with CheckpointManager(root) as manager:
         manager.save(1, linear())
         root.rename(tmp_path / "gone")
+        if then == "an empty directory":
+            root.mkdir()
+        elif then == "a link to another directory":
+            root.symlink_to(other)
         if beat:
             time.sleep(0.2)
         with pytest.raises(SaveError, match=r"The lease of .* is gone"):
             manager.save(2, linear())
-    assert not root.exists()
+    assert root.exists() == (then != "nothing") and os.listdir(root if root.exists() else other) == []
 
 
 def test_a_root_that_disappears_during_a_save_is_an_error_and_nothing_is_written_elsewhere(tmp_path, kind, monkeypatch):
@@ -308,19 +315,7 @@ def test_a_damaged_newest_checkpoint_falls_back_to_the_previous_one_only_on_requ
             manager.save(6, live)
 
 
-def _cut_short(record: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    record.write_bytes(record.read_bytes()[:-20])
-
-
-def _of_another_step(record: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shutil.copy(record.parent.parent / "step_00000005" / record.name, record)
-
-
-def _of_a_later_version(record: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    record.write_bytes(record.read_bytes().replace(b"ckptkit/1", b"ckptkit/9"))
-
-
-def _unreadable(record: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def unreadable(record: Path, patch: pytest.MonkeyPatch) -> None:
     real = inventory.find_record
 
     def find_record(store: Store, path: str) -> Any:
@@ -328,14 +323,29 @@ def _unreadable(record: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         return real(store, path)
 
-    monkeypatch.setattr(inventory, "find_record", find_record)
+    patch.setattr(inventory, "find_record", find_record)
 
 
-@pytest.mark.parametrize("lose", [_cut_short, _of_another_step, _of_a_later_version, _unreadable])
-def test_an_unreadable_or_foreign_record_of_the_newest_checkpoint_is_an_error(run, lose, monkeypatch):
+LOST: dict[str, tuple[Callable[[Path, pytest.MonkeyPatch], Any], str]] = {
+    "cut short": (lambda record, _: record.write_bytes(record.read_bytes()[:-20]), ""),
+    "of another step": (
+        lambda record, _: shutil.copy(record.parent.parent / "step_00000005" / record.name, record),
+        "record is that of step_00000005",
+    ),
+    "of a later version": (
+        lambda record, _: record.write_bytes(record.read_bytes().replace(b"ckptkit/1", b"ckptkit/9")),
+        "",
+    ),
+    "unreadable": (unreadable, ""),
+}
+
+
+@pytest.mark.parametrize("lost", LOST)
+def test_an_unreadable_or_foreign_record_of_the_newest_checkpoint_is_an_error(run, lost, monkeypatch):
+    lose, said = LOST[lost]
     lose(run / "step_00000006" / "checkpoint.json", monkeypatch)
     with CheckpointManager(run) as manager:
-        with pytest.raises(CorruptCheckpointError, match="step_00000006"):
+        with pytest.raises(CorruptCheckpointError, match=rf"(?s)step_00000006.*{said}.*fallback='previous'"):
             manager.load(linear())
         assert manager.load(linear(), fallback="previous").step == 5  # type: ignore[union-attr]
         assert manager.latest() == 5
