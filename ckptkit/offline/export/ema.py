@@ -17,10 +17,11 @@ _FRONT = re.compile(r"(?:.*?[._])??(?:ema|model_ema|ema_model|ema_weights|(?:mod
 _WRAPPERS = 3  # maximum number of name components between the prefix and the model's names: "module.", "shadow."
 
 
-def averaged(catalog: Catalog) -> tuple[dict[str, TensorEntry], tuple[str, ...]]:
+def averaged(catalog: Catalog, prefix: str = "") -> tuple[dict[str, TensorEntry], tuple[str, ...]]:
     """Return the averaged weights, keyed by FQN, and notes for the user.
 
-    Tensors without an average (integers, buffers, frozen parameters) come from the model.
+    Tensors without an average (integers, buffers, frozen parameters) come from the model. If there are several models,
+    this is the one whose names start with `prefix`.
 
     Raises:
         CheckpointNotFoundError: There is no EMA.
@@ -47,6 +48,7 @@ def averaged(catalog: Catalog) -> tuple[dict[str, TensorEntry], tuple[str, ...]]
         )
     front, found = next(iter(groups.items()))
     own = {name: entry for name, entry in model.items() if not _FRONT.match(entry.name)}
+    own = {name: entry for name, entry in own.items() if prefix and name.startswith(f"{prefix}.")} or own
     return _named(catalog, front, found, own)
 
 

@@ -112,7 +112,9 @@ def select_targets(
         UsageError: No tensor is left.
     """
     lower = _lower_bits(catalog, options.weights, options.dtype)
-    chosen = choose_weights(catalog, "model" if lower else options.weights, dtype=options.dtype)
+    chosen = choose_weights(
+        catalog, "model" if lower else options.weights, dtype=options.dtype, prefix=options.strip_prefix or ""
+    )
     found = Selection("master" if lower else chosen.weights, notes=list(chosen.notes), lower_bits=lower)
     names = unwrapped = strip_infixes(chosen.entries)
     if options.strip_prefix:
@@ -275,9 +277,9 @@ def matches(patterns: tuple[str, ...], *names: str) -> bool:
 
 
 def choose_weights(
-    catalog: Catalog, weights: Literal["auto", "model", "master", "ema"], *, dtype: str = "keep"
+    catalog: Catalog, weights: Literal["auto", "model", "master", "ema"], *, dtype: str = "keep", prefix: str = ""
 ) -> Weights:
-    """Return the requested weights.
+    """Return the requested weights. `prefix`: the model whose EMA is requested, if there are several models.
 
     "auto" means the model's weights, with two exceptions. It means the masters if there are only masters, or if `dtype`
     casts weights that were rounded from masters. If masters are exported, buffers and frozen parameters come from the
@@ -286,7 +288,7 @@ def choose_weights(
     if weights == "ema":
         from ckptkit.offline.export.ema import averaged
 
-        entries, said = averaged(catalog)
+        entries, said = averaged(catalog, prefix)
         return Weights(entries, "ema", said)
     model = catalog.by_role(Role.MODEL)
     if weights == "model" or (weights == "auto" and model and not _rounded(catalog, dtype)):
@@ -308,7 +310,7 @@ def choose_weights(
             + "\n  ".join([f"no model weight: {n}" for n in strange] + [f"another shape: {n}" for n in shapes])
         )
     chosen = {name: masters.get(name, entry) for name, entry in model.items()}
-    chosen.update(_tied_masters(model, masters))
+    chosen.update(_tied_masters(catalog, model, masters))
     alone = [name for name, entry in chosen.items() if entry.role is Role.MODEL]
     notes = (
         [
@@ -350,18 +352,24 @@ def _rounded(catalog: Catalog, dtype: str) -> bool:
     return any(a.dtype != b.dtype and export_dtype(a.dtype, dtype) != a.dtype for a, b in pairs)
 
 
-def _tied_masters(model: dict[str, TensorEntry], masters: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
-    """Return the masters. A tied parameter's master is returned under all names of the parameter.
+def _tied_masters(
+    catalog: Catalog, model: dict[str, TensorEntry], masters: dict[str, TensorEntry]
+) -> dict[str, TensorEntry]:
+    """Return the masters of tied parameters under the parameters' other names.
 
-    An optimizer knows only one name of a tied parameter. Names are tied if their model weights are the same bytes in
-    the same files.
+    An optimizer knows only one name of a tied parameter. The other names are in the JSON of ckptkit's optimizers, or
+    their model weights are the same bytes in the same files.
     """
     owners = {_place(model[name]): name for name in masters if len(model[name].slices)}
-    found: dict[str, TensorEntry] = {}
-    for name, entry in model.items():
-        if name not in masters and len(entry.slices) and _place(entry) in owners:
-            found[name] = replace(masters[owners[_place(entry)]], fqn=name)
-    return found
+    tied = {name: owners[_place(entry)] for name, entry in model.items() if _place(entry) in owners}
+    for item in catalog.objects.values():
+        tree = item.value if item.encoding == "value" else None
+        tied |= tree.get("tied", {}) if isinstance(tree, dict) and "param_groups" in tree else {}
+    return {
+        name: replace(masters[fqn], fqn=name)
+        for name, fqn in tied.items()
+        if name in model and name not in masters and fqn in masters
+    }
 
 
 def _place(entry: TensorEntry) -> tuple[tuple[str, int, int], ...]:

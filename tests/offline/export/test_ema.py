@@ -43,6 +43,14 @@ def test_the_average_in_a_ckptkit_checkpoint_is_exported(tmp_path, kind):
     assert_same(exported(tmp_path / "run").tensors, expected)
 
 
+def test_the_average_of_one_of_several_models_is_exported(tmp_path):
+    net = torch.nn.Sequential(torch.nn.Linear(64, 32))
+    state = TrainState(model={"actor": net, "critic": torch.nn.Linear(64, 1)}, extra={"ema": average(net)})
+    save(tmp_path / "run", state)
+    found = converted(tmp_path / "run", tmp_path / "out", weights="ema", strip_prefix="actor")
+    assert_same(found.tensors, state.extra["ema"].module.state_dict())
+
+
 def test_averages_stored_as_plain_values_are_refused_by_name(tmp_path):
     net = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.Linear(32, 1))
     nested = {"0": net[0].state_dict(), "1": net[1].state_dict()}  # "1" has no large tensor

@@ -7,14 +7,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from ckptkit import CheckpointManager, TrainState
 from ckptkit.catalog.box import Box
 from ckptkit.catalog.entry import Digest, SliceArray, TensorEntry, TensorSlice
 from ckptkit.errors import CheckpointMismatchError
+from ckptkit.fsdp import MasterWeightOptimizer
 from ckptkit.offline.export.base import BaseModel, WantedTensor
 from ckptkit.offline.export.tied import same_values, tied_pairs
 from ckptkit.storage.open import open_store
-from tests.offline.exports import Planned, planned, write_model
+from tests.offline.exports import Planned, assert_same, converted, planned, write_model
 
 EMBED, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 TIED = {"tie_word_embeddings": True}
@@ -139,3 +143,16 @@ def test_tensors_sharded_differently_are_compared_element_by_element(tmp_path, c
         TensorSlice(Box((0, 200), (5000, 400)), "right", 0, 5000 * 400 * 4, strides=(1, 5000)),
     ]
     assert same_values(open_store(str(tmp_path)), first, entry("b", halves, (5000, 600))) is not changed
+
+
+@pytest.mark.parametrize("kind", ["sharded", "full", "local"])
+def test_the_fp32_master_of_a_tied_weight_is_exported_once(tmp_path, kind):
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 0, "vocab_size": 40}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, **TIED, num_attention_heads=1)).to(torch.bfloat16)
+    optimizer = MasterWeightOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    model(torch.arange(9)[None]).logits.sum().backward()
+    optimizer.step()
+    with CheckpointManager(tmp_path / "run", state_dict_type=kind) as manager:
+        manager.save(1, TrainState(model=model, optimizer=optimizer))
+    masters = {name: optimizer.state[parameter]["master"] for name, parameter in model.named_parameters()}
+    assert_same(converted(tmp_path / "run", tmp_path / "out", weights="master").tensors, masters)
