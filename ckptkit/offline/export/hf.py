@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -28,7 +28,7 @@ from ckptkit.offline.export.base import BaseModel, WantedTensor, beside_source, 
 from ckptkit.offline.export.check import absent_layers, compare_with_base, unexpected_buffers
 from ckptkit.offline.export.model_card import CardFacts, model_card
 from ckptkit.offline.export.tied import restore_embedding, same_values, settle_tied
-from ckptkit.offline.export.weights import ExportOptions, matches, select_targets, several_models
+from ckptkit.offline.export.weights import ExportOptions, matches, prefixes_of_models, select_targets, several_models
 from ckptkit.storage.store import Store
 from ckptkit.units import counted, first_few
 
@@ -142,11 +142,25 @@ def plan_export(
     else:
         tensors, kind = _model_tensors(draft, split, quantized, store), "model"
         if not draft.base.wanted:  # if there is a base, the comparison with it reports the other models' tensors
-            several = several_models([catalog.tensors[key] for t in tensors.values() for key in t.sources])
+            entries = [catalog.tensors[key] for t in tensors.values() for key in t.sources]
+            several = several_models(entries)
             if several and not draft.options.chooses:
                 raise UsageError(several)
             draft.notes += [several] if several else []
+            if not draft.options.strip_prefix and not draft.options.key_map:
+                draft.notes += _prefix_left(tensors, catalog)
     return _finish(draft, tensors, "adapter" if kind == "adapter" else "model", store.url)
+
+
+def _prefix_left(names: Iterable[str], catalog: Catalog) -> list[str]:
+    """Return a note if all names start with the name of one of the checkpoint's models."""
+    top, *others = {name.partition(".")[0] for name in names}
+    if others or f"{top}." not in prefixes_of_models(list(catalog.by_role(Role.MODEL).values())):
+        return []
+    return [
+        f"all tensor names start with the model's name {top + '.'!r}, which transformers and vLLM do not expect. "
+        f"--strip-prefix {top} removes it, and adds the model's config"
+    ]
 
 
 def export_tensors(

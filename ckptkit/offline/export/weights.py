@@ -248,7 +248,21 @@ def _listed(prefixes: Collection[str]) -> str:
 
 
 def several_models(entries: Collection[TensorEntry]) -> str:
-    """Return a message for the user if the tensors belong to several models, otherwise "".
+    """Return a message for the user if the tensors belong to several models, otherwise ""."""
+    models = prefixes_of_models(entries)
+    if len(models) < 2:
+        return ""
+    listed = first_few([repr(prefix) if prefix else "no model's name" for prefix in models])
+    first = next(filter(None, models))
+    choice = f"--exclude '{first}*'" if "" in models else f"--strip-prefix {first[:-1]}"
+    return (
+        f"there are {len(models)} models, whose tensor names start with {listed}; transformers and vLLM load one. "
+        f"Choose one, for example with `{choice}`. To export all, pass --include '*'."
+    )
+
+
+def prefixes_of_models(entries: Collection[TensorEntry]) -> list[str]:
+    """Return the names of the models to which the tensors belong, each with a dot. "" means a model without a name.
 
     A tensor's model is recognized by the start of the tensor's name.
     """
@@ -259,16 +273,7 @@ def several_models(entries: Collection[TensorEntry]) -> str:
         in_dict = len(entry.key) == 2 and "." in str(entry.key[1]) and entry.fqn == f"{entry.key[0]}.{entry.key[1]}"
         if in_dict or entry.name == f"model_{entry.fqn}" or _NUMBERED.fullmatch(top):
             own.add(top)
-    models = dict.fromkeys([f"{top}." if top in own else "" for top in tops.values()])
-    if len(models) < 2:
-        return ""
-    listed = first_few([repr(prefix) if prefix else "no model's name" for prefix in models])
-    first = next(filter(None, models))
-    choice = f"--exclude '{first}*'" if "" in models else f"--strip-prefix {first[:-1]}"
-    return (
-        f"there are {len(models)} models, whose tensor names start with {listed}; transformers and vLLM load one. "
-        f"Choose one, for example with `{choice}`. To export all, pass --include '*'."
-    )
+    return list(dict.fromkeys([f"{top}." if top in own else "" for top in tops.values()]))
 
 
 def matches(patterns: tuple[str, ...], *names: str) -> bool:

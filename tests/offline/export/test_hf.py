@@ -144,6 +144,20 @@ def test_several_models_that_match_the_base_equally_are_refused_with_the_options
     assert export(tmp_path, _models("actor", "ref"), _HUB, strip_prefix="ref").names == {*_HUB}
 
 
+@pytest.mark.parametrize(("others", "options"), [
+    ({}, {}),
+    ({"critic": torch.nn.Linear(2, 2)}, {"include": ("actor.*",)}),
+    ({"ema": torch.optim.swa_utils.AveragedModel(torch.nn.Linear(2, 2))}, {"weights": "ema"}),
+], ids=["alone", "included", "averaged"])  # fmt: skip
+def test_a_note_says_how_to_remove_a_models_name_from_all_names(tmp_path, others, options):
+    save(tmp_path / "run", TrainState(model={"actor": torch.nn.Linear(2, 2), **others}, rng=False))
+    (note,) = (note for note in planned(tmp_path / "run", **options).export.notes if "'actor.'" in note)
+    assert "--strip-prefix actor removes it" in note
+    stripped = planned(tmp_path / "run", strip_prefix="actor", **options).export
+    assert not any("'actor.'" in note for note in stripped.notes)
+    assert {tensor.name for tensor in stripped.tensors} == {"weight", "bias"}
+
+
 def test_one_of_several_models_must_be_chosen_without_a_base(tmp_path):
     def refused(source: Path) -> str:
         with pytest.raises(UsageError, match="there are 2 models") as caught:
