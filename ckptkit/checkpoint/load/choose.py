@@ -124,10 +124,12 @@ class Loader:
     def _begin(self, state: TrainState, options: LoadOptions) -> str:
         """Return the URL of another system's checkpoint to resume from, or "" if there is none. Call on rank 0."""
         self.latest()
-        wanted = options.optimizer != "skip"
-        other = find_foreign(self.url, self.root, state, optimizer=wanted, storage_options=self.storage_options)
+        wanted, lost = options.optimizer != "skip", self.start_fresh == "if_none_committed"
+        other = find_foreign(
+            self.url, self.root, state, optimizer=wanted, lost_steps=lost, storage_options=self.storage_options
+        )
         text = about_new(self.root, list_checkpoints(self.root))
-        if not other and self.start_fresh != "if_none_committed":
+        if not other and not lost:
             refuse_lost_step(self.url, Candidate(self.root))
         if other:
             _log.info("%s has no checkpoint of ckptkit yet; continuing from %s", self.url, other)

@@ -67,7 +67,13 @@ _ANEW = "To start a new run, save to another directory."
 
 
 def find_foreign(
-    url: str, root: Store, state: TrainState, *, optimizer: bool = True, storage_options: Mapping[str, Any] | None
+    url: str,
+    root: Store,
+    state: TrainState,
+    *,
+    optimizer: bool = True,
+    lost_steps: bool = False,
+    storage_options: Mapping[str, Any] | None,
 ) -> str:
     """Return the URL of the newest checkpoint in `url` that another system wrote.
 
@@ -76,9 +82,11 @@ def find_foreign(
 
     Args:
         optimizer: Whether the load restores optimizers. If False, a checkpoint that contains only weights is accepted.
+        lost_steps: Whether a pointer file (`latest`) may name a step that does not exist.
 
     Raises:
         CheckpointMismatchError: The checkpoint has no optimizer, but `state` has one.
+        IncompleteCheckpointError: A pointer file names a step that does not exist, and `lost_steps` is False.
         CorruptCheckpointError: The checkpoint is damaged.
         UsageError: Other systems wrote several checkpoints, and it is unclear which to load.
         UnsupportedFormatError: The newest checkpoint cannot be read.
@@ -105,7 +113,7 @@ def find_foreign(
         is_step = any(map(parse_step, source.url.removeprefix(top).split("/")))
         if _has(source.catalog, Role.MODEL) and (is_step or source.catalog.info.format not in _WEIGHTS):
             raise CheckpointMismatchError(f"{source.url} has weights but no optimizer. {advice} {_ANEW}")
-    _refuse_unread(url, root, inventory, storage_options)
+    _refuse_unread(url, root, inventory, lost_steps, storage_options)
     if source is not None:
         _log.warning("%s has weights but no optimizer: starting a new run. %s", source.url, advice)
     return ""
@@ -232,7 +240,9 @@ def _leads_into(place: Candidate, name: str) -> bool:
     return os.path.realpath(os.path.join(place.store.url, name)).startswith(f"{os.path.realpath(place.store.url)}/")
 
 
-def _refuse_unread(url: str, root: Store, inventory: Inventory, storage_options: Mapping[str, Any] | None) -> None:
+def _refuse_unread(
+    url: str, root: Store, inventory: Inventory, lost_steps: bool, storage_options: Mapping[str, Any] | None
+) -> None:
     """Raise if `url` contains checkpoints that training could continue from. Called if none was chosen.
 
     Raises:
@@ -243,7 +253,7 @@ def _refuse_unread(url: str, root: Store, inventory: Inventory, storage_options:
     top = url.rstrip("/")
     place = Candidate(root)
     names = [name for name in inventory.foreign if name in place.listing]  # some may have been deleted meanwhile
-    found = list(islice(_unread(top, place, names, storage_options), 5))
+    found = list(islice(_unread(top, place, names, lost_steps, storage_options), 5))
     if found:
         listing = ", ".join(found[:4]) + ", ..." * (len(found) > 4)
         raise UsageError(
@@ -254,7 +264,7 @@ def _refuse_unread(url: str, root: Store, inventory: Inventory, storage_options:
 
 
 def _unread(
-    top: str, root: Candidate, names: Sequence[str], storage_options: Mapping[str, Any] | None
+    top: str, root: Candidate, names: Sequence[str], lost_steps: bool, storage_options: Mapping[str, Any] | None
 ) -> Iterator[str]:
     """Yield the paths of checkpoints that training could continue from.
 
@@ -267,7 +277,8 @@ def _unread(
             return
         above, place, names = left.popleft()
         where = f"{top}/{above}".rstrip("/")
-        refuse_lost_step(where, place)
+        if not lost_steps:
+            refuse_lost_step(where, place)
         for name in names:
             path = f"{above}/{name}".lstrip("/")
             inner = _directory(place, name)
@@ -354,7 +365,8 @@ def refuse_lost_step(where: str, place: Candidate) -> None:
         if parse_step(target) is not None and not any(map(parse_step, place.listing)):
             raise IncompleteCheckpointError(
                 f"{where}: the file {pointer} says that the newest checkpoint is {target}, but it is not there. If the "
-                f"run was copied, copy the rest of it. To start over, delete that file. {_ANEW}"
+                f"run was copied, copy the rest of it. To start over, use another directory, delete that file, or pass "
+                "start_fresh='if_none_committed' (to CheckpointManager or FSDPStrategy.load_ckpt)."
             )
 
 
