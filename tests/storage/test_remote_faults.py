@@ -313,6 +313,7 @@ def test_an_interrupted_read_releases_the_callers_memory(store, proxy, monkeypat
     with pytest.raises(KeyboardInterrupt):
         store.read_into("x", 0, memoryview(view))
     monkeypatch.undo()
+    assert asked.is_set() == (when == "while it runs")
     go.set()
     for _ in range(30):  # what would still come has time to
         assert store.read("x") == b"1" * 1000 and view == bytes(1000)
