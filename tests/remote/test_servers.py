@@ -72,6 +72,8 @@ def _change(near: Place) -> None:
     printed(near, "prune", near.url, "--max-num", "1")
     assert near.steps() == [4]
     assert "step_00000003" not in near.top()
+    code, text = near.cli("verify", f"{near.url}/step_00000003")
+    assert code == 1 and "step_00000003 does not exist" in text
 
 
 def traced(first: Callable[[], object], then: Callable[[], object]) -> int:

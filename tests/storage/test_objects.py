@@ -10,6 +10,7 @@ import pytest
 from ckptkit.errors import StorageError, UsageError
 from ckptkit.storage import open_store
 from ckptkit.storage.objects import RemoteStore
+from ckptkit.storage.retry import is_transient
 from tests.conformance.store_tests import StoreTests
 from tests.storage import servers
 from tests.storage.conftest import Options
@@ -60,6 +61,15 @@ def test_a_requester_who_pays_says_so_in_every_request(options, proxy, url):
 def test_an_error_names_an_unsupported_protocol_and_the_supported_ones(url):
     with pytest.raises(UsageError, match=f"{url[:4]}.*Use a path, s3://, gs://"):
         open_store(url).list()
+
+
+TRANSIENT = [ConnectionResetError(), TimeoutError(), OSError(16, "SlowDown"), OSError(121, "500")]
+PERMANENT = [FileNotFoundError(), PermissionError(), FileExistsError(), OSError(22, "EINVAL"), ValueError()]
+
+
+@pytest.mark.parametrize("error", TRANSIENT + PERMANENT, ids=repr)
+def test_only_transient_errors_are_retried(error):
+    assert is_transient(error) == (error in TRANSIENT)
 
 
 class Files(servers.Handler):
