@@ -17,6 +17,7 @@ from ckptkit.catalog.casts import cast_into
 from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.catalog.entry import Catalog, Codec, Digest, SliceArray, TensorEntry, TensorSlice
 from ckptkit.catalog.targets import Target
+from ckptkit.offline.copying.execute import CopyReport
 from ckptkit.offline.copying.plan import CrcField, Literal, OutputFile, OutputTensor, Placement, Plan
 from tests.catalog.boxes import columns, index
 from tests.catalog.materialize import materialize
@@ -148,6 +149,24 @@ def read_placed(folder: Path, plan: Plan) -> dict[str, np.ndarray]:
             whole[index(box)] = part
         found[tensor.name] = whole
     return found
+
+
+def digests_of(out: Path, plan: Plan, report: CopyReport) -> dict[tuple[int, int], int]:
+    """Return the sizes of the digested boxes by file and start; compare each digest with the written bytes."""
+    assert report.digested is not None
+    found = {}
+    for file, start, nbytes, digest in report.digested.table().tolist():
+        data = (out / plan.files[file].path).read_bytes()[start : start + nbytes]
+        assert digest == xxhash.xxh3_64_intdigest(data)
+        assert (file, start) not in found
+        found[file, start] = nbytes
+    return found
+
+
+def boxes_of(plan: Plan) -> dict[tuple[int, int], int]:
+    """Return the sizes of all boxes by file and start."""
+    rows = [row for p in plan.placements for row in zip(p.files.tolist(), p.starts.tolist(), p.nbytes(), strict=True)]
+    return {(file, start): int(nbytes) for file, start, nbytes in rows if nbytes}
 
 
 def check_copied(made: Made, plan: Plan, found: Mapping[str, np.ndarray]) -> None:

@@ -20,7 +20,7 @@ from ckptkit.offline import prove
 from ckptkit.offline.prove import fingerprint_of, prove_equal
 from ckptkit.storage.local import LocalStore
 from tests.catalog.boxes import index, partitions, shapes
-from tests.offline.engine import UNITS
+from tests.offline.engine import bits
 from tests.offline.folders import UNEVEN, copied, flip
 
 FILE = "model.safetensors"
@@ -104,11 +104,6 @@ cut = full.flatmap(lambda shape: st.tuples(st.just(shape), partitions(shape)))
 itemsizes = st.sampled_from([1, 2, 4, 8])
 
 
-def numbers(shape: tuple[int, ...], itemsize: int) -> np.ndarray:
-    rng = np.random.default_rng(math.prod(shape))
-    return rng.integers(0, 256, (*shape, itemsize), np.uint8).view(UNITS[itemsize]).reshape(shape)
-
-
 def of(array: np.ndarray, box: Box) -> Fingerprint:
     data = np.ascontiguousarray(array[index(box)]).reshape(-1).view(np.uint8)
     return fingerprint_of(data, box, array.shape, array.itemsize)
@@ -116,7 +111,7 @@ def of(array: np.ndarray, box: Box) -> Fingerprint:
 
 @given(full, itemsizes)
 def test_a_fingerprint_equals_the_two_sums_of_its_definition(shape, itemsize):
-    array = numbers(shape, itemsize)
+    array = bits(f"uint{8 * itemsize}", shape)
     values = [int(x) for x in array.ravel()]
     expected = (sum(values) % 2**64, sum(i * x for i, x in enumerate(values)) % 2**64)
     found = of(array, Box.whole(shape))
@@ -126,7 +121,7 @@ def test_a_fingerprint_equals_the_two_sums_of_its_definition(shape, itemsize):
 @given(cut, itemsizes, st.sampled_from([2, 1 << 14]))
 def test_any_sharding_gives_the_same_fingerprint(case, itemsize, block):
     shape, boxes = case
-    array = numbers(shape, itemsize)
+    array = bits(f"uint{8 * itemsize}", shape)
     before = digests._BLOCK
     digests._BLOCK = block
     try:

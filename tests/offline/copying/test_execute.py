@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import struct
 import zlib
 from dataclasses import replace
 from pathlib import Path
@@ -17,15 +16,24 @@ from hypothesis import strategies as st
 from ckptkit.catalog.box import Box
 from ckptkit.catalog.entry import Digest, SliceArray
 from ckptkit.catalog.targets import Target, concatenated
-from ckptkit.errors import CheckpointMismatchError, IncompleteCheckpointError, IntegrityError, UsageError
+from ckptkit.errors import CheckpointMismatchError, IncompleteCheckpointError, IntegrityError
+from ckptkit.offline.copying import copier, runs, sinks
 from ckptkit.offline.copying import execute as engine
-from ckptkit.offline.copying import sinks
 from ckptkit.offline.copying.execute import execute
-from ckptkit.offline.copying.plan import ComputedTensor, CrcField, Literal, OutputFile, Placement, Plan
+from ckptkit.offline.copying.plan import OutputFile, Placement, Plan
 from ckptkit.offline.prove import prove_equal
 from ckptkit.storage.local import LocalStore, start_writing
 from tests.catalog.boxes import columns, partitions, shapes
-from tests.offline.engine import Made, check_copied, make_source, plan_boxes, plan_whole, read_placed
+from tests.offline.engine import (
+    Made,
+    boxes_of,
+    check_copied,
+    digests_of,
+    make_source,
+    plan_boxes,
+    plan_whole,
+    read_placed,
+)
 from tests.offline.folders import flip
 
 ROWS = [Box((i * 2, 0), (2, 6)) for i in range(4)]
@@ -98,30 +106,41 @@ def derived(made: Made, shape: tuple[int, ...], into: str, change: str, draw) ->
     return [replace(target, dtype=into) for target in made_of]
 
 
-def placed(draw, made: Made, targets: list[Target]) -> Plan:
-    """Cut the targets into boxes and place them in two files, back to back."""
-    boxes = [draw(partitions(target.shape)) for target in targets]
-    files = [[draw(st.integers(0, 1)) for _ in cut] for cut in boxes]
-    return plan_boxes(made.catalog, list(zip(targets, boxes, files, strict=True)), files=2)
-
-
 @given(job=jobs(), data=st.data())
-def test_any_source_slicing_is_copied_to_any_target_slicing(tmp_path_factory, job, data):
+def test_any_source_slicing_is_copied_to_any_target_slicing_with_the_crcs_and_digests_of_its_bytes(
+    tmp_path_factory, job, data
+):
     shape, dtype, source, into, change = job
     folder = tmp_path_factory.mktemp("engine")
     digest = data.draw(st.sampled_from(["crc32", "xxh3_64", None]))
     codec, transposed = (data.draw(st.integers(0, 3)) == 0 for _ in range(2))
-    tensors = {"t": (dtype, shape, source)}
+    tensors = {"t": (dtype, shape, source), **{name: (dtype, shape, data.draw(partitions(shape))) for name in "uv"}}
     made = make_source(folder / "in", tensors, digest=digest, codec=codec, transposed=transposed)
     targets = derived(made, shape, into, change, data.draw)
-    plan = placed(data.draw, made, targets)
-    check = data.draw(st.booleans())
+    targets += [Target.of(made.catalog.tensors[name], name) for name in "uv"]
+    boxes = [data.draw(partitions(target.shape)) for target in targets]
+    files = [[data.draw(st.integers(0, 1)) for _ in cut] for cut in boxes]
+    plan = plan_boxes(
+        made.catalog, list(zip(targets, boxes, files, strict=True)), files=2, crcs=data.draw(st.booleans())
+    )
+    check, digests = data.draw(st.booleans()), data.draw(st.booleans())
     origin = LocalStore(str(folder / "in")) if data.draw(st.booleans()) else ReadOnlyStore(folder / "in")
     out = out_store(folder, data.draw(st.booleans()))
-    report = execute(plan, origin, out, check=check, workers=2)
+    with pytest.MonkeyPatch.context() as patched:
+        for module in (runs, copier):
+            patched.setattr(module, "LEAST", data.draw(st.sampled_from([0, runs.LEAST])))
+        report = execute(plan, origin, out, check=check, digests=digests, workers=3)
     check_copied(made, plan, read_placed(folder / "out", plan))
     if check and digest:
-        assert report.records == len({(s.path, s.codec, s.start) for s in made.catalog.tensors["t"].slices if s.nbytes})
+        slices = [part for entry in made.catalog.tensors.values() for part in entry.slices if part.nbytes]
+        assert report.records == len({(part.path, part.codec, part.start) for part in slices})
+    if digests:
+        assert digests_of(folder / "out", plan, report).items() <= boxes_of(plan).items()
+    for file in plan.files:
+        written = (folder / "out" / file.path).read_bytes()
+        for item in file.crcs:
+            crc = zlib.crc32(written[item.start : item.start + item.nbytes])
+            assert written[item.at[0] : item.at[0] + 4] == crc.to_bytes(4, "little")
     assert prove_equal(plan, origin, LocalStore(str(folder / "out")), max_memory=10**8, workers=1) == len(targets)
 
 
@@ -147,28 +166,6 @@ def test_an_element_split_between_chunks_is_cast_correctly(tmp_path, monkeypatch
     made.catalog = replace(made.catalog, tensors={"t": replace(entry, slices=SliceArray.of([record], 1))})
     plan = one_file(made, dtype="bfloat16")
     check_copied(made, plan, run(made, plan, max_memory=1 << 20, workers=4))
-
-
-def test_a_computed_tensor_over_the_memory_limit_is_refused(tmp_path):
-    made = make_source(tmp_path / "in", {"a": ("uint8", (1 << 20,), [Box((0,), (1 << 20,))])})
-    inputs = (Target.of(made.catalog.tensors["a"]),)
-    made_of = ComputedTensor("c", "uint8", (1 << 20,), inputs, lambda parts: (parts[0], 0), "a")
-    with pytest.raises(UsageError, match="--max-memory"):
-        run(made, plan_whole(made.catalog, [made_of]), max_memory=1 << 20)
-
-
-@pytest.mark.parametrize("boxes", [ROWS, COLUMNS], ids=["rows", "columns"])
-@pytest.mark.parametrize("remote", [False, True])
-def test_crc_fields_hold_the_crc_of_what_was_written(tmp_path, boxes, remote):
-    made = small(tmp_path, boxes, files=1)
-    plan = one_file(made)
-    body = plan.files[0].nbytes
-    literals = (*plan.files[0].literals, Literal(body, bytes(8)))
-    file = OutputFile("out", body + 8, literals, (CrcField((body, body + 4), 0, body),))
-    store = out_store(tmp_path, remote)
-    execute(replace(plan, files=(file,)), LocalStore(str(made.folder)), store, check=False)
-    data = (tmp_path / "out" / "out").read_bytes()
-    assert struct.unpack("<II", data[-8:]) == (zlib.crc32(data[:-8]),) * 2
 
 
 @pytest.mark.parametrize("digest", ["crc32", "xxh3_64"])
@@ -239,19 +236,3 @@ def test_a_disk_that_refuses_early_writeback_is_no_error(tmp_path):
         file.flush()
         start_writing(file.fileno())
     assert (tmp_path / "file").read_bytes() == b"x"
-
-
-@pytest.mark.parametrize("into", ["float32", "bfloat16"])
-@pytest.mark.parametrize("check", [True, False])
-def test_uneven_rows_empty_slices_and_replicas_are_copied(tmp_path, into, check):
-    rows = [Box((4, 0), (3, 5)), Box((0, 0), (4, 5)), Box((7, 0), (0, 5)), Box((0, 0), (4, 5))]
-    tensors = {
-        "rows": ("float32", (7, 5), rows),
-        "flat": ("float32", (6,), [Box((5,), (1,)), Box((0,), (5,))]),
-        "one": ("float32", (1, 1, 3), [Box((0, 0, 0), (1, 1, 3))]),
-        "columns": ("float32", (4, 4), [Box((0, 0), (4, 1)), Box((0, 1), (4, 3))]),
-        "scalar": ("float32", (), [Box((), ())]),
-    }
-    made = make_source(tmp_path / "source", tensors)
-    plan = one_file(made, dtype=into)
-    check_copied(made, plan, run(made, plan, check=check))
