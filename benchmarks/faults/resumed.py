@@ -11,15 +11,22 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+from ckptkit import convert
+from ckptkit.storage import upload
+from ckptkit.storage.objects import RemoteStore
 from ckptkit.storage.open import open_store
-from tests.offline.test_resume_kills import kill_on_disk, kill_remote, make_source, objects, run_remote
+from tests.checkpoint.saving import fork
+from tests.offline.test_resume_kills import DATED, Options, kill_on_disk, make_source, reused
 from tests.storage import servers
-from tests.storage.proxy import proxy_of
+from tests.storage.proxy import Proxy, proxy_of
 
 Row = tuple[int, int, int, int, float]  # rounds, killed, continued, moved fewer bytes, share of bytes moved
 
@@ -29,12 +36,69 @@ def on_disk(first: int, second: int, rounds: int, seed: int) -> Row:
     place = Path(tempfile.mkdtemp(prefix="resumed-"))
     source = make_source(place, tensors=48, rows=128, ranks=16)
     options = {"max_shard_size": "1MB", "workers": 1}
-    found = [kill_on_disk(source, place, first, second, options, seed + i) for i in range(rounds)]
+    found = kill_on_disk(source, place, first, second, options, range(seed, seed + rounds))
     shutil.rmtree(place)
     killed = [item for item in found if item is not None]
     on = [item for item in killed if item.taken]
     less = [item for item in on if item.moved < item.whole]
     return rounds, len(killed), len(on), len(less), sum(i.moved for i in on) / max(1, sum(i.whole for i in on))
+
+
+def _upload(say: Any, src: str, url: str, s3: Options, options: Options) -> None:
+    upload.UPLOAD_BYTES = 5 << 20  # the minimum of S3, so that uploads have parts
+    report = convert(src, url, dst_storage_options=s3, **options)
+    say(str(reused(report)).encode())
+
+
+def run_remote(source: Path, url: str, s3: Options, options: Options) -> int:
+    """Run it to its end, and return the number of reused objects."""
+    code, said = fork(_upload, str(source), url, s3, options, timeout=120)
+    assert code == 0
+    return int(said)
+
+
+def kill_remote(
+    source: Path, url: str, proxy: Proxy, through: Options, options: Options, nth: int, *, carried_out: bool
+) -> tuple[int, int] | None:
+    """Kill a run to an object store before or after its nth request is carried out; run it again.
+
+    Returns the number of objects that the second run reused and the bytes that it sent; None if the first had ended.
+    """
+    pid = source.with_name("pid")
+    killed: list[int] = []
+
+    def stated(say: Any, *args: Any) -> None:
+        pid.write_text(str(os.getpid()))
+        _upload(say, *args)
+
+    def rule(number: int, method: str, path: str) -> str:
+        if number < nth or killed:
+            return "pass"
+        killed.append(int(pid.read_text()))
+        os.kill(killed[0], signal.SIGKILL)
+        return "pass" if carried_out else "reset"
+
+    proxy.clear()
+    proxy.rule = rule
+    code, _ = fork(stated, str(source), url, through, options, timeout=120)
+    proxy.rule = lambda number, method, path: "pass"
+    if code == 0:
+        return None
+    assert code == -signal.SIGKILL, code
+    store = open_store(url, storage_options=through)
+    names = [item.path for item in store.list(recursive=True)]
+    if "model.safetensors.index.json" in names and not any(name.startswith(".") for name in names):
+        return None
+    proxy.clear()
+    taken = run_remote(source, url, through, options)
+    assert isinstance(store, RemoteStore)
+    assert store.unfinished_uploads() == []
+    return taken, proxy.sent
+
+
+def objects(url: str, options: Options) -> dict[str, bytes]:
+    store = open_store(url, storage_options=options)
+    return {item.path: store.read(item.path) for item in store.list(recursive=True) if item.path not in DATED}
 
 
 def remote(rounds: int, seed: int) -> Row:

@@ -15,7 +15,7 @@ import pytest
 from ckptkit import CheckpointManager, RetentionPolicy, convert, reshard, verify
 from ckptkit.checkpoint.run.inventory import list_checkpoints
 from ckptkit.offline.prune import prune
-from ckptkit.storage import publish, staging
+from ckptkit.storage import staging
 from ckptkit.storage.open import open_store
 from tests.checkpoint.crash import kill_at
 from tests.checkpoint.killed import check_run, state
@@ -42,16 +42,12 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def _killed(say: Any, name: str, source: str, target: str, again: bool, nth: int, swap: bool) -> None:
-    if not swap:
-        publish._exchange = lambda first, second: False
+def _killed(say: Any, name: str, source: str, target: str, again: bool, nth: int) -> None:
     kill_at(nth)
     COMMANDS[name](source, target, again)
 
 
-def kill_command(
-    name: str, run: Path, folder: Path, *, again: bool, stride: int, offset: int, swap: bool = True
-) -> int:
+def kill_command(name: str, run: Path, folder: Path, *, again: bool, stride: int, offset: int) -> int:
     """Kill a command at every `stride`-th operation; return the number of kills."""
     before = tree(run / "step_00000003")
     for kills, nth in enumerate(range(offset, 100_000, stride)):
@@ -60,14 +56,14 @@ def kill_command(
         target = place / "out"
         if again:
             COMMANDS[name](str(run / "step_00000002"), str(target), False)
-        code, _ = fork(_killed, name, f"{run}/step_00000003", str(target), again, nth, swap)
+        code, _ = fork(_killed, name, f"{run}/step_00000003", str(target), again, nth)
         where = f"{name}, operation {nth}, {sorted(os.listdir(place))}"
         assert code in (0, -signal.SIGKILL), where
         assert tree(run / "step_00000003") == before, where
         there = target.exists() and bool(tree(target))
         if there and not any(".tmp-" in path for path in tree(target)):
             assert verify(str(target)).ok, where
-        assert there or not again or not swap or name == "convert to torch", where
+        assert there or not again or name == "convert to torch", where
         COMMANDS[name](f"{run}/step_00000003", str(target), there)
         assert verify(str(target)).ok, where
         assert os.listdir(place) == ["out"], where
