@@ -1,4 +1,4 @@
-"""The work of ranks in the reshard tests: save a job, load it elsewhere, count the bytes read."""
+"""The work of ranks in the reshard tests: save a job, and load it elsewhere."""
 
 from __future__ import annotations
 
@@ -7,15 +7,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch import nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from ckptkit import CheckpointManager, TrainState
 from ckptkit.fsdp.master_weights import MasterWeightOptimizer
 from tests.checkpoint import jobs
+from tests.checkpoint.states import module_of
 
 Shapes = dict[str, tuple[str, tuple[int, ...]]]
 
@@ -39,84 +37,6 @@ def load(url: str, layout: str, precision: str = "fp32") -> dict[str, Any]:
     return jobs.everything(job)
 
 
-class Wide(nn.Module):
-    """Large enough that data dominate headers; 301 rows are uneven for any world size."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(4096, 302)
-        self.down = nn.Linear(302, 4096)
-        self.head = nn.Linear(4096, 301)
-
-
-def _wide(layout: str) -> tuple[nn.Module, Any]:
-    model = Wide()
-    jobs.shard(model, layout, MixedPrecisionPolicy())
-    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
-
-
-def save_wide(url: str, layout: str) -> None:
-    torch.manual_seed(0)
-    model, optimizer = _wide(layout)
-    for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    optimizer.step()
-    with CheckpointManager(url) as manager:
-        manager.save(1, TrainState(model=model, optimizer=optimizer, rng=False))
-
-
-def _read_bytes() -> int:
-    fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
-    return int(fields["rchar"])
-
-
-def _local_nbytes(tensors: Any) -> int:
-    local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
-    return sum(t.numel() * t.element_size() for t in local)
-
-
-def count_reads(url: str, layout: str) -> dict[str, tuple[int, int]]:
-    """Return (bytes read, bytes needed) of a load by our manager, and by plain torch DCP of the model only."""
-    model, optimizer = _wide(layout)
-    found = {}
-    with CheckpointManager(str(Path(url).parent)) as manager:
-        state = TrainState(model=model, optimizer=optimizer, rng=False)
-        for _ in range(2):  # the first load also imports
-            before = _read_bytes()
-            manager.load(state, url)
-            read = _read_bytes() - before
-    needed = [*model.state_dict().values(), *(t for s in optimizer.state.values() for t in s.values())]
-    found["manager"] = (read, _local_nbytes(needed))
-    for _ in range(2):
-        tensors = get_model_state_dict(model)
-        before = _read_bytes()
-        dcp.load({"model": tensors}, checkpoint_id=url)
-        read = _read_bytes() - before
-    found["dcp"] = (read, _local_nbytes(tensors.values()))
-    return found
-
-
-class Bare(nn.Module):
-    """Parameters of any names and shapes, without a forward."""
-
-    def __init__(self, shapes: Shapes, tied: dict[str, str], buffers: list[str]) -> None:
-        super().__init__()
-        made: dict[str, nn.Parameter] = {}
-        for name, (dtype, shape) in shapes.items():
-            owner: nn.Module = self
-            *path, last = name.split(".")
-            for part in path:
-                if part not in dict(owner.named_children()):
-                    owner.add_module(part, nn.Module())
-                owner = owner.get_submodule(part)
-            value = torch.zeros(shape, dtype=getattr(torch, dtype))
-            if name in buffers:
-                owner.register_buffer(last, value)
-                continue
-            made[name] = made[tied[name]] if name in tied else nn.Parameter(value)
-            owner.register_parameter(last, made[name])
-
-
 def go_on(
     url: str, shapes: Shapes, tied: dict[str, str], buffers: list[str], groups: list[list[str]], masters: bool = False
 ) -> tuple[dict[str, Any], dict[str, Any], list[Any], list[str]]:
@@ -124,7 +44,11 @@ def go_on(
 
     Returns model tensors, optimizer tensors by "<fqn>.<state>", the settings of the groups, and the loaded names.
     """
-    model = Bare(shapes, tied, buffers)
+    values = {name: torch.zeros(shape, dtype=getattr(torch, dtype)) for name, (dtype, shape) in shapes.items()}
+    model = module_of(values, trained=shapes.keys() - set(buffers))
+    for name, other in tied.items():
+        owner, _, leaf = name.rpartition(".")
+        model.get_submodule(owner).register_parameter(leaf, model.get_parameter(other))
     ignored = {p for p in model.parameters() if p.ndim == 0}
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("shard",))
     fully_shard(model, mesh=mesh, ignored_params=ignored)

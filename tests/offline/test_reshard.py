@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from torch.distributed.checkpoint import FileSystemReader
 
-from ckptkit import CheckpointManager, reshard, verify
+from ckptkit import reshard, verify
 from ckptkit.checkpoint.run.inventory import list_checkpoints
 from ckptkit.errors import IncompleteCheckpointError, IntegrityError, UsageError
 from ckptkit.formats.detect import open_source
 from ckptkit.formats.own.record import read_record
 from ckptkit.storage.open import open_store
-from tests.checkpoint import jobs
+from tests.checkpoint.states import linear, save
 from tests.offline import reshard_jobs
 from tests.offline.folders import copied, flip, refused
 
@@ -70,16 +70,6 @@ def test_a_reshard_keeps_the_masters(ranks, runs, tmp_path, kind):
     assert ranks.run(reshard_jobs.load, 3, made, "1d", "master") == [numbers] * 3
 
 
-@pytest.mark.parametrize(("layout", "world_size"), [("1d", 3), ("hsdp", 4), ("tp", 4)])
-def test_a_rank_reads_little_more_than_it_needs(ranks, tmp_path, layout, world_size):
-    ranks.run(reshard_jobs.save_wide, 2, str(tmp_path / "run"), "1d")
-    made = str(tmp_path / "new" / "step_00000001")
-    plan = TP_PLAN if layout == "tp" else None
-    reshard(str(tmp_path / "run"), made, world_size=world_size, mesh=MESHES[layout], tp_plan=plan)
-    for counted in ranks.run(reshard_jobs.count_reads, world_size, made, layout):
-        assert all(500_000 < needed <= read <= 1.05 * needed for read, needed in counted.values())
-
-
 def test_an_error_names_a_missing_rank_file_and_its_rank(runs, tmp_path):
     copy = copied(Path(at(runs("1d", 3)[0], "local")), tmp_path / "step_00000002")
     (copy / "local_00001.safetensors").unlink()
@@ -112,17 +102,11 @@ def test_a_local_result_loads_only_on_its_mesh(ranks, runs, tmp_path):
         ranks.run(reshard_jobs.load, 4, made, "1d")
 
 
-def _save_steps(url: str) -> None:
-    job = jobs.make("plain")
-    with CheckpointManager(url) as manager:
-        for step in (1, 3):
-            manager.save(step, job.state())
-
-
 @pytest.mark.parametrize("beside", [True, False])
-def test_a_reshard_is_listed_at_the_position_of_its_source_or_of_its_step(ranks, runs, tmp_path, beside):
+def test_a_reshard_is_listed_at_the_position_of_its_source_or_of_its_step(runs, tmp_path, beside):
     run = tmp_path / "run"
-    ranks.run(_save_steps, 1, str(run))
+    for step in (1, 3):
+        save(run, linear(), step)
     source = str(run / "step_00000001") if beside else at(runs("1d", 2)[0], "sharded")
     reshard(source, str(run / "new"), world_size=2)
     committed = list_checkpoints(open_store(str(run))).committed
