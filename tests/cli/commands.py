@@ -1,4 +1,4 @@
-"""Runs commands as a shell does, and saves the run that they read."""
+"""Runs commands as a shell does."""
 
 from __future__ import annotations
 
@@ -28,16 +28,3 @@ def document(*words: str | Path, code: int = 0) -> dict[str, Any]:
     assert result.exit_code == code, result.output
     found: dict[str, Any] = json.loads(result.stdout)
     return found
-
-
-def save_run(url: str, **options: Any) -> None:
-    """Save steps 100, 200 and 300 with rising losses; the policy of the run keeps the best, which is the oldest."""
-    import torch
-
-    from ckptkit import CheckpointManager, RetentionPolicy, TrainState
-
-    model = torch.nn.Linear(8, 8)
-    state = TrainState(model=model, optimizer=torch.optim.AdamW(model.parameters()))
-    with CheckpointManager(url, retention=RetentionPolicy(max_num=5, keep_best=("loss", "min")), **options) as manager:
-        for step in (100, 200, 300):
-            manager.save(step, state, metrics={"loss": step / 100})

@@ -152,11 +152,6 @@ def saved(root: Path, kind: str) -> Path:
     return root
 
 
-def test_a_save_reports_the_bytes_of_the_files_that_the_rank_wrote(tmp_path):
-    for kind in ("sharded", "full", "local"):
-        saved(tmp_path / kind, kind)
-
-
 @pytest.mark.parametrize("kind", ["full", "local"])
 @pytest.mark.parametrize("line", [*(f"convert --to {to}" for to in ("dcp", "torch", "local", "hf")), "merge --last 2"])
 def test_a_result_names_the_tied_tensors_that_it_lacks(kind, line, tmp_path):

@@ -42,6 +42,8 @@ import click, ckptkit.cli.frame as frame
 frame.PROGRESS_DELAY_S = 0.0
 with click.Context(click.Command("x")), frame.progress_bar("convert") as update:
     update(2_000_000, 4_000_000, "model.safetensors")
+    update(4_000_000, 4_000_000, "model.safetensors")
+    update(1_000_000, 4_000_000, "verify: model.safetensors")
 """
 
 
@@ -75,10 +77,10 @@ def on_a_terminal(script: str, *, keys: bytes = b"", columns: int = 100) -> tupl
 
 
 @pytest.mark.parametrize("columns", [100, 0])
-def test_a_terminal_that_reports_no_width_shows_a_progress_bar_too(columns):
+def test_a_terminal_shows_bytes_rate_and_file_also_if_it_reports_no_width(columns):
     code, screen = on_a_terminal(BAR, columns=columns)
     assert code == 0, screen
-    assert re.search(r"50%\|[^|]{5,}\| 2\.00M/4\.00M", screen)
+    assert re.search(r"convert: .*50%\|[^|]{5,}\| 2\.00M/4\.00M.*B/s.*model\.safetensors.*verify: ", screen, re.DOTALL)
 
 
 @pytest.mark.parametrize("presses", [1, 3])
