@@ -27,7 +27,6 @@ NIGHT: dict[str, int] = {
     "tests/offline/test_kill_commands.py::test_a_prune_killed_at_any_file_operation_is_finished_by_the_next": 0,
     "tests/offline/test_resume_kills.py": 0,
     "tests/offline/copying/test_resume.py": 4,
-    "tests/offline/copying/test_resume.py::test_a_run_killed_twice_keeps_the_steps_of_both_attempts": 0,
     "tests/offline/test_copy.py::test_a_copy_killed_at_any_file_operation_leaves_a_valid_run_and_continues": 0,
     # Faults, damage and full disks: one of each kind by day.
     "tests/checkpoint/test_damage.py": 3,
@@ -150,7 +149,6 @@ NIGHT: dict[str, int] = {
     "tests/offline/test_convert.py::test_every_source_of_the_zoo_becomes_hugging_face_bit_for_bit": 5,
     "tests/offline/test_convert.py::test_other_exports_of_a_source_are_bit_for_bit": 1,
     "tests/offline/test_convert.py::test_hugging_face_to_dcp_and_back_gives_the_same_bytes_and_config": 1,
-    "tests/offline/test_convert.py::test_from_disk_to_s3_and_back_gives_the_same_bytes": 0,
     "tests/offline/test_copy.py::test_a_checkpoint_of_any_format_is_copied_byte_for_byte": 3,
     "tests/offline/export/test_dequantize.py::test_packed_integers_have_the_values_of_compressed_tensors": 7,
     "tests/offline/resharding/test_mesh.py::test_boxes_and_placements_equal_those_of_fsdp2": 3,

@@ -38,6 +38,19 @@ def copied(source: Path, folder: Path) -> Path:
     return Path(shutil.copytree(source, folder))
 
 
+def hub_snapshot(folder: Path, cache: Path) -> Path:
+    """Copy a folder into a cache as huggingface_hub does: a snapshot of links into blobs/."""
+    repo = cache / "models--org--tiny"
+    snapshot = repo / "snapshots" / ("0" * 40)
+    for place in (snapshot, repo / "blobs", repo / "refs"):
+        place.mkdir(parents=True)
+    (repo / "refs" / "main").write_text(snapshot.name)
+    for number, path in enumerate(sorted(folder.iterdir())):
+        shutil.copyfile(path, repo / "blobs" / f"{number:040x}")
+        (snapshot / path.name).symlink_to(f"../../blobs/{number:040x}")
+    return snapshot
+
+
 def refused(error: Any, said: str, command: Callable[..., Any], source: Any, out: Path, **options: Any) -> None:
     """Assert that a command raises an error with these words, and adds nothing next to its destination."""
     before = names(out.parent)

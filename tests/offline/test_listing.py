@@ -18,15 +18,32 @@ from tests.checkpoint.killed import state
 LEFT = ".tmp-step_00000010-0123456789abcdef"
 
 
-@pytest.fixture
-def root(zoo: Path, tmp_path: Path) -> Path:
-    """Two checkpoints, the older pinned, a damaged one, a leftover, and a foreign entry."""
-    run = tmp_path / "RUN"
-    reshard(str(zoo / "verl_fsdp2_w2"), str(run / "step_00000004"), world_size=2)
-    reshard(str(zoo / "lightning_real_mp_w2"), str(run / "step_00000002"), world_size=2)
-    for name in ("step_00000009", LEFT, "notes"):
+TOLD = RetentionPolicy(keep_every=3, keep_best=("loss", "min"))
+
+
+@pytest.fixture(scope="module")
+def full(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Six steps with everything that matters: a best, a pin, one resumed from, foreign files, unfinished saves."""
+    run = tmp_path_factory.mktemp("full") / "RUN"
+    with CheckpointManager(run, retention=TOLD) as manager:
+        for step in (1, 2, 3, 4):
+            manager.save(step, state(step), metrics={"loss": abs(step - 2)})
+    with CheckpointManager(run, retention=TOLD) as manager:
+        manager.load(state(0))
+        for step in (5, 6):
+            manager.save(step, state(step), metrics={"loss": float(step)})
+    pin_forever(f"{run}/step_00000001", "table 2")
+    for name in ("step_00000004/eval", "step_00000005/eval", "notes", "step_00000009", LEFT):
         (run / name).mkdir()
+    for step in (4, 5):
+        (run / f"step_0000000{step}" / "eval" / "results.json").write_text("{}")
+    os.utime(run / LEFT, (0, 0))
     return run
+
+
+@pytest.fixture
+def root(full: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(full, tmp_path / "RUN", symlinks=True))
 
 
 def committed(root: Path) -> set[str]:
@@ -61,7 +78,9 @@ def test_ls_shows_that_a_resumed_checkpoint_is_released_when_its_job_ends(tmp_pa
     assert (over.name, over.keep, "that job has ended" in over.why) == ("step_00000001", False, True)
 
 
-def test_prune_without_limits_deletes_only_leftovers_and_asks_for_limits(root):
+def test_prune_without_limits_deletes_only_leftovers_and_asks_for_limits(tmp_path):
+    root = save(tmp_path / "RUN", 1, 2)
+    (root / LEFT).mkdir()
     before, plan = committed(root), prune(str(root), dry_run=True)
     assert plan.cleaned
     assert set(plan.cleaned) <= set(prune(str(root)).cleaned)
@@ -100,29 +119,6 @@ def test_a_run_that_begins_with_a_reshard_counts_no_absent_saves(tmp_path):
     assert list_run(str(tmp_path / "new")).absent == 0
 
 
-TOLD = RetentionPolicy(keep_every=3, keep_best=("loss", "min"))
-
-
-@pytest.fixture(scope="module")
-def full(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Six steps with everything that matters: a best, a pin, one resumed from, foreign files, unfinished saves."""
-    run = tmp_path_factory.mktemp("full") / "RUN"
-    with CheckpointManager(run, retention=TOLD) as manager:
-        for step in (1, 2, 3, 4):
-            manager.save(step, state(step), metrics={"loss": abs(step - 2)})
-    with CheckpointManager(run, retention=TOLD) as manager:
-        manager.load(state(0))
-        for step in (5, 6):
-            manager.save(step, state(step), metrics={"loss": float(step)})
-    pin_forever(f"{run}/step_00000001", "table 2")
-    for name in ("step_00000004/eval", "step_00000005/eval", "notes", "step_00000009", LEFT):
-        (run / name).mkdir()
-    for step in (4, 5):
-        (run / f"step_0000000{step}" / "eval" / "results.json").write_text("{}")
-    os.utime(run / LEFT, (0, 0))
-    return run
-
-
 POLICIES: dict[str, tuple[dict[str, Any], list[int]]] = {  # with the steps that are kept
     "what was recorded": ({}, [1, 2, 3, 4, 5, 6]),
     "a number": ({"policy": RetentionPolicy(max_num=1)}, [1, 2, 3, 6]),
@@ -135,10 +131,8 @@ POLICIES: dict[str, tuple[dict[str, Any], list[int]]] = {  # with the steps that
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_ls_and_a_dry_prune_predict_what_prune_does(full, tmp_path, name):
-    run = tmp_path / "RUN"
-    shutil.copytree(full, run, symlinks=True)
-    options, kept = POLICIES[name]
+def test_ls_and_a_dry_prune_predict_what_prune_does(root, name):
+    run, (options, kept) = root, POLICIES[name]
     listed = list_run(str(run), **options)
     plan = prune(str(run), dry_run=True, **options)
     rows = [row for row in listed.checkpoints if row.state == "committed"]

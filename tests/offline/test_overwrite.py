@@ -12,7 +12,6 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-import numpy
 import pytest
 import torch
 
@@ -73,17 +72,6 @@ def test_every_command_may_replace_the_result_of_another(tmp_path, old, new):
     assert not verify(str(tmp_path / "out")).problems and os.listdir(tmp_path).count("out") == 1
 
 
-@pytest.mark.parametrize("case", ["hf_ref_llama_tied", "hf_ref_llama_untied", "hf_ref_qwen3moe"])
-def test_a_model_saved_by_transformers_is_replaced(tmp_path, case):
-    source, out = model_of(case), tmp_path / "out"
-    shutil.copytree(source, out, ignore=shutil.ignore_patterns("README.md", "*.py"))
-    (out / "training_args.bin").write_bytes(b"PK\x03\x04")
-    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"):
-        add(out, name)
-    replace(out, {"to": "hf"}, source)
-    assert not (tmp_path / "out" / "training_args.bin").exists() and not verify(str(tmp_path / "out")).problems
-
-
 def test_a_model_saved_by_transformers_with_its_tokenizer_is_replaced(tmp_path):
     transformers, tokenizers = map(pytest.importorskip, ("transformers", "tokenizers"))
     sizes = dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size"), 8)
@@ -93,8 +81,11 @@ def test_a_model_saved_by_transformers_with_its_tokenizer_is_replaced(tmp_path):
     model.save_pretrained(tmp_path / "out", max_shard_size="1KB")
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
     transformers.PreTrainedTokenizerFast(tokenizer_object=made).save_pretrained(tmp_path / "out")
+    (tmp_path / "out" / "training_args.bin").write_bytes(b"PK\x03\x04")
+    for name in ("special_tokens_map.json", "chat_template.jinja"):
+        add(tmp_path / "out", name)
     replace(tmp_path / "out", {"to": "hf"}, tmp_path / "in")
-    assert "tokenizer.json" not in tree(tmp_path / "out")
+    assert tree(tmp_path / "out").keys() == {"README.md", "config.json", "generation_config.json", "model.safetensors"}
 
 
 def test_an_export_with_the_files_of_a_base_is_replaced(tmp_path):
@@ -112,9 +103,8 @@ def test_an_export_with_the_files_of_a_base_is_replaced(tmp_path):
     assert tree(tmp_path / "out") == before
 
 
-def _other_files(out: Path) -> None:
-    for name in ("thesis.pdf", "notes.txt", "photo.jpg", "zebra.doc"):
-        add(out, name)
+ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
+TWO_ADAPTERS = (*ADAPTER, *(f"other/{name}" for name in (*ADAPTER, "scores.json")))
 
 
 def _of_a_trainer(out: Path) -> None:
@@ -133,22 +123,16 @@ def _with_a_link(out: Path) -> None:
     (out / "config.json").symlink_to(out.parent)
 
 
-def _of_two_adapters(out: Path) -> None:
-    for name in ("adapter_config.json", "adapter_model.safetensors"):
-        add(out, name)
-        add(out, f"other/{name}")
-    add(out, "other/scores.json")
-
-
 @pytest.mark.parametrize(("made", "said"), [
-    (_other_files, "notes.txt, photo.jpg, thesis.pdf, ..."),
+    (lambda out: [add(out, name) for name in ("thesis.pdf", "notes.txt", "photo.jpg", "zebra.doc")],
+     "notes.txt, photo.jpg, thesis.pdf, ..."),
     *((lambda out, at=at: write(out.joinpath(*at, "step_00000007"), {"world_size": 1}), top)
       for at, top in (("", "step_00000007/"), ("a", "a/"), ("ab", "a/"))),
     (_of_a_trainer, "checkpoint-500/"),
     (_with_an_edited_card, "README.md"),
     (lambda out: add(out, "LICENSE"), ""),  # no checkpoint
     (_with_a_link, "config.json"),
-    (_of_two_adapters, "other/scores.json"),
+    (lambda out: [add(out, name) for name in TWO_ADAPTERS], "other/scores.json"),
 ])  # fmt: skip
 def test_a_directory_with_files_of_the_user_is_refused_by_name(tmp_path, made, said):
     made(tmp_path / "out")
@@ -174,15 +158,10 @@ def _zip(place: Path) -> None:
         archive.writestr("word/document.xml", "mine")
 
 
-def _npz(place: Path) -> None:
-    with place.open("wb") as file:
-        numpy.savez(file, a=numpy.zeros(3))
-
-
 @pytest.mark.parametrize("written", [
-    _zip, _npz, lambda place: place.write_bytes(pickle.dumps({"mine": 1})),
+    _zip, lambda place: place.write_bytes(pickle.dumps({"mine": 1})),
     lambda place: place.write_bytes(b"a firmware image, or whatever ends in .pt"),
-], ids=["zip", "npz", "pickle", "firmware"])  # fmt: skip
+], ids=["zip", "pickle", "firmware"])  # fmt: skip
 @pytest.mark.parametrize("to", ["torch", "hf"])
 def test_a_single_file_that_torch_did_not_write_is_refused(tmp_path, written, to):
     dst = tmp_path / "out.pt"

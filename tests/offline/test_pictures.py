@@ -7,7 +7,6 @@ import re
 import shutil
 import subprocess
 from dataclasses import replace
-from html.parser import HTMLParser
 from pathlib import Path
 
 import numpy as np
@@ -20,13 +19,12 @@ from ckptkit.catalog.entry import Role, SliceArray, TensorEntry, TensorSlice
 from ckptkit.formats.detect import open_source
 from ckptkit.offline.diff import DiffReport, diff
 from ckptkit.offline.listing import Listed
-from ckptkit.offline.pictures.heat_map import heat_maps, layer_of
+from ckptkit.offline.pictures.heat_map import heat_maps
 from ckptkit.offline.pictures.page import PAGE
 from ckptkit.offline.pictures.pages import write_diff_page, write_inspect_page
 from ckptkit.offline.pictures.reshard_map import flows
 from ckptkit.offline.pictures.shard_map import rank_totals, shard_maps
 from ckptkit.offline.pictures.timeline import LEFT, WIDTH, timeline
-from ckptkit.offline.pictures.treemap import squarify
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
@@ -43,23 +41,6 @@ def browse(page: Path, tmp_path: Path, *options: str) -> subprocess.CompletedPro
 
 
 HOSTILE = '</title><script>document.title="owned"</script><img src=http://x.invalid/a onerror=alert(1)>"\'&'
-
-
-class _Tags(HTMLParser):
-    """Collects every tag and its attributes, and unclosed tags."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.open: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
-        if tag not in ("meta", "link", "br", "img"):
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
 
 
 def kept(steps: int) -> list[Listed]:
@@ -102,15 +83,6 @@ def heights(page: str) -> list[float]:
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_a_page_is_complete_html_without_scripts_links_or_requests(page, name):
-    found = _Tags()
-    found.feed(page)
-    assert not found.open
-    assert not {tag for tag, _ in found.tags} & {"script", "img", "link", "iframe", "object", "a", "use", "image"}
-    assert not [attr for _, attrs in found.tags for attr in attrs if attr.startswith("on") or attr in ("src", "href")]
-
-
-@pytest.mark.parametrize("name", PAGES)
 def test_a_browser_shows_every_bar_and_sends_no_request(pages, page, tmp_path, name):
     done = browse(pages[name], tmp_path, "--enable-logging=stderr", "--v=0", "--dump-dom")
     drawn = [len(re.findall("<rect|<path", text)) for text in (done.stdout, page)]
@@ -138,11 +110,10 @@ def test_a_page_prints_on_paper(pages, tmp_path):
     assert pdf.startswith(b"%PDF-") and len(pdf) > 20_000  # a blank page has 1 kB
 
 
-@pytest.mark.parametrize(("name", "said"), [
-    ("one", "&lt;script&gt;"),  # the hostile name
-    ("two", "scalar tensors are hidden"), ("many", "The 300 largest of 2000 tensors are drawn."),
-])  # fmt: skip
-def test_a_page_escapes_names_and_says_what_it_does_not_draw(page, name, said):
+@pytest.mark.parametrize(
+    ("name", "said"), [("two", "scalar tensors are hidden"), ("many", "The 300 largest of 2000 tensors are drawn.")]
+)
+def test_a_page_says_what_it_does_not_draw(page, name, said):
     assert said in page and len(page) < 1_000_000
 
 
@@ -211,11 +182,6 @@ def test_the_ribbons_of_a_reshard_count_every_byte_once(zoo, tmp_path):
     assert matrix.shape == (2, 3) and matrix.sum() == sum(entry.nbytes for entry in after)
 
 
-def test_areas_are_in_proportion_to_sizes():
-    placed = squarify([6.0, 3.0, 1.0], (0.0, 0.0, 100.0, 50.0))
-    assert [round(w * h) for _, _, w, h in placed] == [3000, 1500, 500]
-
-
 def test_the_timeline_draws_each_limit_at_its_position():
     items = [replace(item, keep=i > 6) for i, item in enumerate(kept(10))]
     picture = timeline(items, RetentionPolicy(max_num=3, max_mem=500)).picture
@@ -243,31 +209,11 @@ def test_a_diff_page_says_if_nothing_is_in_common():
     assert "no tensor in common" in heat_maps({})[0].explanation
 
 
-def test_a_timeline_shows_the_name_of_a_checkpoint_without_a_step():
-    assert "half-made" in timeline([Listed("half-made", "in progress", why="by host")]).picture
-
-
 @pytest.mark.parametrize("values", [[1.0], [2.0, 2.0], [float("inf")], [-1e308, 1e308], [5e-324, 0.0]])
 def test_the_line_of_any_metric_fits_its_picture(values):
     picture = timeline(with_metric(*values)).picture
     ys = [float(y) for y in re.findall(r'<circle cx="[\d.]+" cy="([^"]+)"', picture)]
     assert len(ys) == len(values) and all(0 <= y <= 110 for y in ys)
-
-
-def test_the_timeline_describes_the_exemptions_of_the_policy():
-    policy = RetentionPolicy(max_num=3, keep_every=500)
-    assert f"Policy: max_num 3, {policy.exemptions[0]}." in timeline(kept(1), policy).explanation
-
-
-def test_the_labels_of_two_limits_do_not_overlap():
-    picture = timeline(kept(100), RetentionPolicy(max_num=30, max_mem=3500)).picture
-    assert re.search(r'text-anchor="end">max_mem', picture)
-    assert re.search(r'text-anchor="start">max_num', picture)
-
-
-def test_a_grid_of_many_layers_fits_on_a_page():
-    (height,) = heights(heat_maps({f"model.layers.{i}.mlp.w": 0.5 for i in range(200)})[0].picture)
-    assert height <= PAGE
 
 
 def test_equal_small_and_infinite_changes_have_distinct_colours():
@@ -303,17 +249,13 @@ def test_a_long_name_of_digits_is_drawn_at_once(name):
     assert "0.5<" in heat_maps({name: 0.5})[0].picture
 
 
+def test_a_grid_of_many_layers_fits_on_a_page():
+    (height,) = heights(heat_maps({f"model.layers.{i}.mlp.w": 0.5 for i in range(200)})[0].picture)
+    assert height <= PAGE
+
+
 def test_the_page_of_a_large_diff_is_small(tmp_path):
     names = [f"model.layers.{i}.self_attn.{name}_proj.weight" for i in range(1250) for name in "qkvo"]
     changes = {**dict.fromkeys(names, 0.25), **{f"optimizer: {name} exp_avg": 0.25 for name in names}}
     write_diff_page(DiffReport("A", "B", 0, 0, (), (), (), changes=changes), str(tmp_path / "page.html"))
     assert (tmp_path / "page.html").stat().st_size < 500_000
-
-
-@pytest.mark.parametrize(("name", "layer"), [
-    ("model.layers.3.mlp.w", (0, "model.layers.3")), ("lm_head.weight", (0, "lm_head.weight")),
-    ("optimizer: model.layers.3.mlp.w exp_avg", (1, "optimizer: exp_avg")),
-    ("optimizer: lm_head.weight step", (1, "optimizer: step")),
-    ("master: model.layers.3.mlp.w", (1, "master")), ("rng.0.torch", (2, "rng.0.torch"))])  # fmt: skip
-def test_layer_of_assigns_tensor_names_to_layers(name, layer):
-    assert layer_of(name) == layer

@@ -124,15 +124,14 @@ def test_a_newest_checkpoint_that_vanishes_before_it_is_pinned_is_chosen_again(
     commit_another(run, "first")
     if not pinned:
         refuse_writing(monkeypatch, run)
-    after(monkeypatch, OPENED if pinned else LOOKED_AT, lambda: move_on(run))
+
+    def move_on() -> None:  # as another job rotates: the newest checkpoint is replaced by a newer one
+        delete_checkpoint(open_store(str(run)), "first", reason="test")
+        commit_another(run, "second")
+
+    after(monkeypatch, OPENED if pinned else LOOKED_AT, move_on)
     report = COMMANDS[command](str(run / "latest"), str(tmp_path / "out"))
     assert "second" in json.dumps(report.to_json())
-
-
-def move_on(run: Path) -> None:
-    """Rotate as another job: the newest checkpoint is replaced by a newer one."""
-    delete_checkpoint(open_store(str(run)), "first", reason="test")
-    commit_another(run, "second")
 
 
 @pytest.mark.parametrize("command", COMMANDS)

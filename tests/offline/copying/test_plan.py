@@ -6,7 +6,6 @@ import json
 import re
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import safetensors
 from hypothesis import given
@@ -17,7 +16,6 @@ from ckptkit.catalog.dtypes import DTYPES
 from ckptkit.catalog.entry import Catalog, SliceArray, TensorEntry, TensorSlice
 from ckptkit.catalog.targets import Target
 from ckptkit.errors import UnsupportedFormatError, UsageError
-from ckptkit.formats.checks import RecordTable
 from ckptkit.formats.hf.header import TensorToWrite, encode_header, lay_out, split_into_shards
 from ckptkit.keymaps.named import resolve_key_map
 from ckptkit.offline.copying.plan import ComputedTensor, OutputFile, Placement, Plan, share_out
@@ -96,12 +94,6 @@ def test_a_plan_summarizes_unused_tensors_that_share_a_reason():
     assert [line for line in lines if "left" in line] == [f"left over: {words}" for words in said]
 
 
-def test_a_plan_is_json():
-    document = json.loads(json.dumps(plan_of_two().to_json()))
-    assert document["tensors"][0]["boxes"][0]["file"] == "model.safetensors"
-    assert document["tensors"][1]["sources"][0]["files"] == ["f"]
-
-
 def test_a_computed_tensor_prints_its_sources():
     catalog = catalog_of("a")
     made = ComputedTensor("c", "float32", (4, 2), tuple(targets_of(catalog)), lambda parts: (parts[0], 0), "2 * a")
@@ -117,14 +109,6 @@ def test_files_are_divided_evenly_and_the_last_goes_to_the_first_rank():
     loads = [sum(f.nbytes for f, rank in zip(files, owners, strict=False) if rank == r) for r in (0, 1)]
     assert max(loads) - min(loads) <= 4  # the last file
     assert owners[-1] == 0
-
-
-def test_a_record_is_found_only_by_its_exact_range():
-    column = np.array([0, 0, 1])
-    table = RecordTable(column, np.array([0, 10, 0]), np.array([10, 5, 7]), column.astype(np.uint64), column, column)
-    wanted = [(0, 10, 5), (0, 10, 4), (0, 3, 5), (1, 0, 7), (2, 0, 7)]
-    sources, starts, nbytes = np.array(wanted).T
-    assert table.find(sources, starts, nbytes).tolist() == [1, -1, -1, 2, -1]
 
 
 def test_a_key_map_is_accepted_by_name_file_or_object(tmp_path):

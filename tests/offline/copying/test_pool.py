@@ -39,11 +39,3 @@ def test_the_first_failure_is_raised_and_stops_the_rest():
     with pytest.raises(OSError, match="no space"):
         Pool(1).run(bad, [0, 1])
     assert begun == [0]
-
-
-@pytest.mark.parametrize("workers", [1, 3, 8])
-def test_every_job_is_done_with_any_number_of_threads(workers):
-    done: list[int] = []
-    Pool(workers).run(lambda item, _worker: done.append(item), range(5))
-    assert sorted(done) == list(range(5))
-    Pool(workers).run(lambda item, _worker: done.append(item), [])

@@ -13,9 +13,9 @@ import pytest
 from ckptkit import convert, reshard, verify
 from ckptkit.formats.checks import Verifier
 from ckptkit.storage import journal, publish
-from tests.offline.exports import read_model, write_model
+from tests.offline.exports import write_model
 from tests.offline.folders import names, refused
-from tests.offline.resuming import COLUMNS, assert_whole, content, killed, went_on
+from tests.offline.resuming import COLUMNS, assert_whole, killed, went_on
 
 pytestmark = pytest.mark.usefixtures("short_steps")
 
@@ -45,13 +45,12 @@ def test_a_step_without_proved_digests_is_not_recorded_as_done(source, tmp_path,
 
 @pytest.mark.parametrize("options", [{"check": False, "type": "local"}, COLUMNS])
 def test_a_killed_reshard_continues_and_gives_the_same_tensors(source, tmp_path, options):
-    killed(reshard, source, tmp_path / "out", 3, world_size=6, **options)
-    report = reshard(str(source), str(tmp_path / "out"), world_size=6, **options)
+    options = {"world_size": 6, **options}
+    killed(reshard, source, tmp_path / "out", 3, **options)
+    report = reshard(str(source), str(tmp_path / "out"), **options)
     assert "3 of" in went_on(report.notes)
-    reshard(str(source), str(tmp_path / "whole"), world_size=6, verify=True, **options)
     assert verify(str(tmp_path / "out")).ok
-    found, whole = (content(tmp_path / name, "manifest.safetensors") for name in ("out", "whole"))
-    assert found == whole
+    assert_whole(source, tmp_path, "manifest.safetensors", command=reshard, **options)
 
 
 def test_a_killed_conversion_to_one_file_continues(source, tmp_path):
@@ -66,20 +65,11 @@ def test_a_killed_conversion_to_one_file_continues(source, tmp_path):
 def test_a_killed_conversion_with_another_vocabulary_continues(tmp_path, steps):
     rng = np.random.default_rng(0)
     rows = {"model.embed_tokens.weight": 70, "model.layers.0.mlp.up_proj.weight": 90, "lm_head.weight": 70}
-    write_model(tmp_path / "in", {name: rng.random((count, 100), np.float32) for name, count in rows.items()})
-    options = {"vocab_size": 75}
-    killed(convert, tmp_path / "in", tmp_path / "out", steps, **options)
-    report = convert(str(tmp_path / "in"), str(tmp_path / "out"), verify=True, **options)
-    assert went_on(report.notes)
-    assert_whole(tmp_path / "in", tmp_path, **options)
-    made = read_model(tmp_path / "out")
-    assert {name: len(tensor) for name, tensor in made.items()} == {**dict.fromkeys(rows, 75), list(rows)[1]: 90}
-
-
-def test_a_run_killed_twice_keeps_the_steps_of_both_attempts(source, tmp_path):
-    killed(convert, source, tmp_path / "out", 1)
-    killed(convert, source, tmp_path / "out", 2)
-    assert "3 of 5 parts" in went_on(convert(str(source), str(tmp_path / "out")).notes)
+    source = tmp_path / "in"
+    write_model(source, {name: rng.random((count, 100), np.float32) for name, count in rows.items()})
+    killed(convert, source, tmp_path / "out", steps, vocab_size=75)
+    assert went_on(convert(str(source), str(tmp_path / "out"), verify=True, vocab_size=75).notes)
+    assert_whole(source, tmp_path, vocab_size=75)
 
 
 def test_the_next_run_continues_after_ctrl_c_even_in_the_same_process(source, tmp_path, monkeypatch):

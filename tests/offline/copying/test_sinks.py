@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 
 import pytest
@@ -50,12 +49,3 @@ def test_threads_that_write_short_pieces_side_by_side_keep_each_others_bytes(tmp
         thread.join()
     sink.close()
     assert (tmp_path / "file").read_bytes() == expected
-
-
-def test_short_pieces_with_short_gaps_are_written_in_one_call(tmp_path, monkeypatch):
-    sink, real, calls = made_sink(tmp_path, nbytes=64 << 10), os.pwritev, []
-    monkeypatch.setattr(os, "pwritev", lambda *args: calls.append(args[2]) or real(*args))
-    sink.write(0, [(start, bytes([start % 251]) * 16) for start in range(0, 16 << 10, 64)])
-    sink.write(0, [(32 << 10, bytes(8 << 10)), (48 << 10, bytes(8 << 10))])
-    sink.close()
-    assert calls == [0, 32 << 10, 48 << 10]

@@ -14,18 +14,17 @@ from ckptkit.errors import CheckpointMismatchError, UnsupportedFormatError, Usag
 from ckptkit.keymaps.builtin import builtin_map
 from ckptkit.offline.export.adapters import adapter_config, export_adapter, scaling, split_adapter
 from ckptkit.offline.export.base import BaseModel
-from tests.offline.export.test_adapter_merge import of, quiet, trained
+from tests.offline.export.test_adapter_merge import LINEAR_Q, of, quiet, trained
 from tests.offline.exports import assert_same, planned, read_model, stored, write_model
 from tests.offline.folders import copied
 
 CASE = "peft_lora_dcp_full_w2"
 CONFIG = "adapter_config.json"
-PLAIN = {"q__base_layer__weight": (6, 4), "q__lora_A__default__weight": (2, 4), "q__lora_B__default__weight": (6, 2)}
 
 
 def lora(**more: tuple[int, ...]) -> Any:
     """Return an adapter of one module, with more tensors."""
-    split = split_adapter(stored(**PLAIN, **more))
+    split = split_adapter(stored(**LINEAR_Q, **more))
     assert split is not None
     return split
 
@@ -53,6 +52,8 @@ def test_the_zoos_adapter_is_exported_as_peft_stores_it(zoo):
     {"target_modules": ["q"], "target_parameters": ["experts.gate_up", "experts.down"],
      "rank_pattern": {"experts.gate_up": 1}},
     {"target_modules": ["attention", "q"], "rank_pattern": {"attention": 1}},
+    {"target_modules": ["q"], "use_dora": True},
+    {"target_modules": ["q"], "trainable_token_indices": {"embed": [7, 2, 30]}},
     {"target_modules": ["q"], "kasa_config": "KasaConfig"},
     {"target_modules": ["q"], "monteclora_config": "MontecloraConfig"},
     {"target_modules": ["q"], "velora_config": "VeloraConfig"},
@@ -114,25 +115,8 @@ def test_a_local_base_path_is_noted_and_can_be_replaced_by_a_repo(zoo, named, re
     assert len(noted) == bool(note) and all(note in text for text in noted)
 
 
-def test_dora_magnitudes_and_trained_tokens_keep_their_names_in_an_adapter():
-    dora = {"q__lora_magnitude_vector__default__weight": (6,)}
-    assert "base_model.model.q.lora_magnitude_vector" in exported({}, **dora)
-    tokens = {"base_layer__weight": (9, 4), "trainable_tokens_delta__default": (2, 4)}
-    tokens = {f"e__token_adapter__{name}": shape for name, shape in tokens.items()}
-    assert "base_model.model.e.token_adapter.trainable_tokens_delta" in exported({}, **tokens)
-    assert "e.weight" in lora(**tokens).base
-
-
-def test_fully_trained_modules_are_exported_with_the_lora_factors():
-    more = {"head__original_module__weight": (3, 4), "head__modules_to_save__default__weight": (3, 4)}
-    made = exported({}, **more)
-    assert sorted(made) == [f"base_model.model.{name}.weight" for name in ("head", "q.lora_A", "q.lora_B")]
-    assert made["base_model.model.head.weight"].sources == ("head.modules_to_save.default.weight",)
-    assert list(lora(**more).dropped) == ["head.original_module.weight"]
-
-
 def test_an_attribute_before_the_prefix_of_peft_is_removed_from_names():
-    split = split_adapter({f"actor.base_model.model.{name}": target for name, target in stored(**PLAIN).items()})
+    split = split_adapter({f"actor.base_model.model.{name}": target for name, target in stored(**LINEAR_Q).items()})
     assert split is not None and list(split.base) == ["q.weight"]
     names = [f"base_model.model.q.lora_{half}.weight" for half in "AB"]
     assert sorted(export_adapter(split, {})[0]) == names
@@ -155,10 +139,6 @@ def test_an_unknown_alpha_is_refused(bare):
 def test_factors_that_do_not_fit_each_other_or_the_config_are_refused(config, more, error, said):
     with pytest.raises(error, match=said):
         adapter_config(config, lora(**more), base=None)
-
-
-def test_splitting_names_without_adapters_returns_none():
-    assert split_adapter(stored(model__lora_head__weight=(2, 2))) is None
 
 
 def test_merging_without_an_adapter_is_refused(zoo):

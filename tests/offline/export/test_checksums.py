@@ -12,7 +12,7 @@ import pytest
 from ckptkit import convert, verify
 from ckptkit.errors import CkptkitError, UsageError
 from ckptkit.offline.export.checksums import SUMS_NAME
-from tests.offline.folders import flip, largest, names, refused, tree
+from tests.offline.folders import flip, hub_snapshot, largest, names, refused, tree
 
 SOURCE = "hf_ref_llama_untied"
 
@@ -58,15 +58,10 @@ def test_each_flipped_bit_of_an_export_is_found_with_its_file_and_tensors(export
 
 
 def test_an_export_in_a_hub_cache_is_proved_through_its_links(export, tmp_path):
-    blobs, snapshot = tmp_path / "models--a/blobs", tmp_path / "models--a/snapshots/1234"
-    blobs.mkdir(parents=True)
-    snapshot.mkdir(parents=True)
-    for number, path in enumerate(sorted(export.iterdir())):
-        path.rename(blobs / str(number))
-        (snapshot / path.name).symlink_to(f"../../blobs/{number}")
+    snapshot = hub_snapshot(export, tmp_path / "hub")
     report = verify(str(snapshot))
     assert report.ok and report.unproved_bytes == 0 and report.algorithms == ("sha256",)
-    flip(largest(blobs, "*"), -1)
+    flip(largest(snapshot, "*"), -1)
     assert not verify(str(snapshot)).ok
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from ckptkit import convert
-from ckptkit.errors import CheckpointMismatchError, UsageError
+from ckptkit.errors import CheckpointMismatchError, UnsupportedFormatError, UsageError
 from tests.offline.exports import Result, assert_same, converted, read_model, write_model
 from tests.offline.folders import names
 
@@ -134,14 +134,6 @@ def test_each_pair_that_servers_fuse_keeps_its_dtype_together(tmp_path, parts):
     assert kept(found) == sorted(["lm_head", *(name.removesuffix(".weight") for name in pair)])
 
 
-def test_a_note_names_the_first_weights_that_keep_their_dtype_and_the_config_names_all(tmp_path):
-    odd = [f"model.layers.{i}.mlp.down_proj.weight" for i in range(1, 6)]
-    found = quantized(tmp_path, {LAYER: torch.rand(128, 128), **{name: torch.rand(64, 128) for name in odd}})
-    (note,) = (note for note in found.report.notes if "not multiples" in note)
-    assert note.endswith(f"of 128: {', '.join(odd[:3])} and 2 more")
-    assert kept(found) == ["lm_head", *(name.removesuffix(".weight") for name in odd)]
-
-
 @pytest.mark.parametrize(("tensors", "options", "error", "said"), [
     ({LAYER: torch.full((128, 128), torch.nan)}, {}, CheckpointMismatchError, "' has elements that are"),
     ({"a": torch.rand(128, 128)}, {}, UsageError, "none of 1 tensors is a matrix of floats"),
@@ -177,7 +169,7 @@ def test_stacked_experts_are_kept_and_named(tmp_path):
     assert all(name in note for name in experts)
 
 
-def test_an_adapter_is_merged_into_a_dequantized_fp8_base(tmp_path):
+def test_an_adapter_is_merged_into_an_fp8_base_only_if_it_is_dequantized(tmp_path):
     module = "model.layers.0.mlp.up_proj"
     torch.manual_seed(0)
     tensors = {f"{module}.weight": torch.randn(256, 128).bfloat16(), LAYER: torch.randn(128, 256).bfloat16()}
@@ -188,16 +180,11 @@ def test_an_adapter_is_merged_into_a_dequantized_fp8_base(tmp_path):
     def merged(name: str, base: str, **options: Any) -> Result:
         return converted(lora, tmp_path / name, base=base, merge_adapter=True, verify=True, **options)
 
+    with pytest.raises(UnsupportedFormatError, match="--dtype bf16"):
+        merged("refused", base)
     found = merged("found", base, dtype="bf16")
     assert_same(found.tensors, merged("want", plain).tensors)
     assert found.tensors.keys() == tensors.keys() and "quantization_config" not in found.config
     eight = merged("eight", base, quantize="fp8-block").tensors
     assert eight.keys() == {*tensors, *(f"{name}_scale_inv" for name in tensors)}
     assert_same(eight, converted(tmp_path / "want", tmp_path / "again", quantize="fp8-block").tensors)
-
-
-def test_merging_into_an_fp8_base_needs_dtype(tmp_path):
-    module = "model.layers.0.mlp.up_proj"
-    quantized(tmp_path, {f"{module}.weight": torch.randn(256, 128)})
-    with pytest.raises(Exception, match="--dtype bf16"):
-        converted(adapter(tmp_path / "lora", module), tmp_path / "new", base=str(tmp_path / "out"), merge_adapter=True)
