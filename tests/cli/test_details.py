@@ -74,6 +74,11 @@ def test_a_symlink_called_latest_of_another_system_is_followed(zoo, tmp_path):
     assert "there is no 'latest'" in run("inspect", tmp_path / "latest").output
 
 
+def test_a_directory_whose_name_is_a_number_is_no_step_of_the_directory_above_it(zoo, tmp_path):
+    shutil.copytree(zoo / DCP, tmp_path / "300")
+    assert document("inspect", tmp_path / "300")["url"].endswith("/300")
+
+
 def test_an_export_with_a_config_prints_the_serve_command(zoo, tmp_path):
     last = ran("convert", zoo / "verl_fsdp2_w2", tmp_path / "out put", "--verify").strip().splitlines()
     assert last[-1] == f"serve it with: vllm serve '{tmp_path}/out put'"

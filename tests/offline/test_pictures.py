@@ -19,7 +19,7 @@ from ckptkit.catalog.entry import Role, SliceArray, TensorEntry, TensorSlice
 from ckptkit.formats.detect import open_source
 from ckptkit.offline.diff import DiffReport, diff
 from ckptkit.offline.listing import Listed
-from ckptkit.offline.pictures.heat_map import heat_maps
+from ckptkit.offline.pictures.heat_map import heat_maps, layer_of
 from ckptkit.offline.pictures.page import PAGE
 from ckptkit.offline.pictures.pages import write_diff_page, write_inspect_page
 from ckptkit.offline.pictures.reshard_map import flows
@@ -209,6 +209,10 @@ def test_a_diff_page_says_if_nothing_is_in_common():
     assert "no tensor in common" in heat_maps({})[0].explanation
 
 
+def test_a_timeline_shows_the_name_of_a_checkpoint_without_a_step():
+    assert "half-made" in timeline([Listed("half-made", "in progress", why="by host")]).picture
+
+
 @pytest.mark.parametrize("values", [[1.0], [2.0, 2.0], [float("inf")], [-1e308, 1e308], [5e-324, 0.0]])
 def test_the_line_of_any_metric_fits_its_picture(values):
     picture = timeline(with_metric(*values)).picture
@@ -259,3 +263,12 @@ def test_the_page_of_a_large_diff_is_small(tmp_path):
     changes = {**dict.fromkeys(names, 0.25), **{f"optimizer: {name} exp_avg": 0.25 for name in names}}
     write_diff_page(DiffReport("A", "B", 0, 0, (), (), (), changes=changes), str(tmp_path / "page.html"))
     assert (tmp_path / "page.html").stat().st_size < 500_000
+
+
+@pytest.mark.parametrize(("name", "layer"), [
+    ("model.layers.3.mlp.w", (0, "model.layers.3")), ("lm_head.weight", (0, "lm_head.weight")),
+    ("optimizer: model.layers.3.mlp.w exp_avg", (1, "optimizer: exp_avg")),
+    ("optimizer: lm_head.weight step", (1, "optimizer: step")),
+    ("master: model.layers.3.mlp.w", (1, "master")), ("rng.0.torch", (2, "rng.0.torch"))])  # fmt: skip
+def test_layer_of_assigns_tensor_names_to_layers(name, layer):
+    assert layer_of(name) == layer

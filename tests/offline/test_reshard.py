@@ -52,10 +52,10 @@ def test_every_world_size_loads_the_reshard_of_any_other(ranks, runs, tmp_path, 
 MESHES = {"1d": None, "hsdp": "replicate=2,shard=2", "tp": "shard=2,tp=2"}
 
 
-@pytest.mark.parametrize(("before", "after"), list(itertools.permutations(MESHES, 2)))
+@pytest.mark.parametrize(("before", "after"), [*itertools.permutations(MESHES, 2), ("tp", "tp")])
 def test_a_mesh_change_keeps_every_value(ranks, runs, tmp_path, before, after):
     folder, numbers = runs(before, 4)
-    plan = TP_PLAN if after == "tp" else None
+    plan = TP_PLAN if after == "tp" and before != "tp" else None  # the source's placements are known
     for kind in TYPES:
         made = str(tmp_path / kind / "step_00000002")
         reshard(at(folder, kind), made, world_size=4, mesh=MESHES[after], type=kind, tp_plan=plan)

@@ -186,7 +186,7 @@ def test_rows_beyond_the_vocab_size_of_the_config_are_trimmed(tmp_path):
 @pytest.mark.parametrize("rows", [30, 48])
 @pytest.mark.parametrize(("tied", "masters"), [(False, True), (True, True), (True, False)])
 def test_a_reshard_changes_weights_masters_and_moments(tmp_path, kind, rows, tied, masters):
-    save(tmp_path / "run", trained(FEW, tied=tied, masters=masters), 2)
+    save(tmp_path / "run", trained(FEW, tied=tied, masters=masters), 2, state_dict_type=kind)
     before, after = (str(tmp_path / name / "step_00000002") for name in ("before", "after"))
     ckptkit.reshard(str(tmp_path / "run"), before, world_size=3, type=kind)
     ckptkit.reshard(before, after, world_size=1, type=kind, vocab_size=rows, verify=True)

@@ -144,15 +144,20 @@ def test_any_source_slicing_is_copied_to_any_target_slicing_with_the_crcs_and_di
     assert prove_equal(plan, origin, LocalStore(str(folder / "out")), max_memory=10**8, workers=1) == len(targets)
 
 
-@pytest.mark.parametrize("boxes", [ROWS, COLUMNS], ids=["rows", "columns"])
+@pytest.mark.parametrize(("boxes", "into"), [(ROWS, COLUMNS), (COLUMNS, ROWS)], ids=["rows", "columns"])
 @pytest.mark.parametrize("check", [True, False])
-def test_large_tensors_are_copied_through_small_buffers(tmp_path, monkeypatch, boxes, check):
+def test_large_tensors_are_copied_through_small_buffers(tmp_path, monkeypatch, boxes, into, check):
     monkeypatch.setattr(engine, "_CHUNK", 4096)
     monkeypatch.setattr(engine, "_TILE", 1)
-    scaled = [Box(tuple(o * 64 for o in b.offsets), tuple(s * 64 for s in b.sizes)) for b in boxes]
-    made = make_source(tmp_path / "in", {"t": ("float32", (512, 384), scaled)})
-    plan = one_file(made, dtype="bfloat16")
-    check_copied(made, plan, run(made, plan, check=check, max_memory=1 << 20))
+    boxes, into = (
+        [Box(tuple(o * 64 for o in b.offsets), tuple(s * 64 for s in b.sizes)) for b in cut] for cut in (boxes, into)
+    )
+    made = make_source(tmp_path / "in", {"t": ("float32", (512, 384), boxes)})
+    target = replace(Target.of(made.catalog.tensors["t"], "t"), dtype="bfloat16")
+    plan, out = plan_boxes(made.catalog, [(target, into, [0] * len(into))], files=1), out_store(tmp_path, remote=False)
+    report = execute(plan, LocalStore(str(made.folder)), out, check=check, digests=True, max_memory=1 << 20)
+    check_copied(made, plan, read_placed(tmp_path / "out", plan))
+    assert digests_of(tmp_path / "out", plan, report) == boxes_of(plan)
 
 
 def test_an_element_split_between_chunks_is_cast_correctly(tmp_path, monkeypatch):

@@ -141,6 +141,10 @@ def test_factors_that_do_not_fit_each_other_or_the_config_are_refused(config, mo
         adapter_config(config, lora(**more), base=None)
 
 
+def test_splitting_names_without_adapters_returns_none():
+    assert split_adapter(stored(model__lora_head__weight=(2, 2))) is None
+
+
 def test_merging_without_an_adapter_is_refused(zoo):
     with pytest.raises(UsageError, match="contains no adapter"):
         planned(zoo / "hf_ref_llama_tied", merge_adapter=True)
