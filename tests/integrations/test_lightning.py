@@ -391,6 +391,14 @@ def test_ckpt_path_accepts_last_and_best_under_any_strategy(tmp_path, name):
 
 
 @on_ranks(2)
+def test_the_link_to_the_last_checkpoint_does_not_replace_the_one_resumed_from(tmp_path):
+    for steps in (3, 5):
+        save = saving(tmp_path, monitor="loss_of_step", save_last=True)
+        fit(tmp_path, FSDP2Strategy(), save, steps=steps, path="last")
+    assert checkpoints(tmp_path) == ["last-v1.ckpt", "last.ckpt", "step=4.ckpt"]
+
+
+@on_ranks(2)
 def test_type_full_gathers_nothing_before_the_save_and_gives_rank_0_whole_tensors_on_request(tmp_path):  # NB4
     class Looking(Lit):
         def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:

@@ -296,6 +296,17 @@ def test_an_order_of_data_that_cannot_be_restored_is_warned_about(tmp_path):
         train(saving(tmp_path / "again", every=100), path=newest(tmp_path / "c"))
 
 
+@on_ranks(2, 1)
+def test_a_run_on_another_number_of_ranks_warns_that_its_data_starts_anew(tmp_path):
+    if dist.get_world_size() == 2:
+        run(tmp_path, FSDP2Strategy(), saving(tmp_path / "c", every=3), max_steps=3)
+        return
+    with logged(name="ckptkit.integrations.lightning_state") as texts:
+        again = run(tmp_path, FSDP2Strategy(), stopping(tmp_path / "d"), path=newest(tmp_path / "c"), max_steps=5)
+    assert any("dataloaders was not restored" in text for text in texts)
+    assert again[1].global_step == 5
+
+
 class Stream(IterableDataset):
     """Data without a length."""
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from ckptkit.checkpoint.manager import CheckpointManager
 from ckptkit.checkpoint.retention import RetentionPolicy
+from ckptkit.checkpoint.run.pins import pin_forever
 from ckptkit.errors import CheckpointMismatchError
 from ckptkit.integrations import lightning_state
 from ckptkit.integrations.lightning_full import scatter_model
@@ -47,6 +48,13 @@ def test_a_run_can_begin_anew_after_the_removal_of_its_only_checkpoint(tmp_path)
     lightning_state.remove_checkpoint(f"{save(tmp_path, linear(), 5)}/step_00000005")
     with CheckpointManager(tmp_path) as manager:
         assert manager.load(linear()) is None
+
+
+def test_a_pinned_checkpoint_is_not_removed(tmp_path, caplog):
+    url = f"{save(tmp_path, linear(), 5)}/step_00000005"
+    pin_forever(url)
+    lightning_state.remove_checkpoint(url)
+    assert Path(url).exists() and f"{url} is pinned; it is not removed." in caplog.text
 
 
 def managed(folder: Any) -> Any:

@@ -160,7 +160,7 @@ def test_resume_from_checkpoint_is_respected(tmp_path):
 def test_a_callback_without_attach_or_with_another_trainer_is_an_error(tmp_path):
     callback = integration.CheckpointCallback(tmp_path / "run")
     trainer = trainer_of(tmp_path, None)
-    assert callback.attach(trainer) is callback
+    assert callback.attach(trainer) is callback.attach(trainer) is callback
     assert callback in trainer.callback_handler.callbacks
     with pytest.raises(UsageError, match="belongs to another Trainer"):
         trainer_of(tmp_path, callback)
