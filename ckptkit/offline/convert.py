@@ -269,6 +269,8 @@ def _serving(export: HFExport, options: ExportOptions, dst: str) -> str:
     touched = options.key_map or options.strip_prefix is not None or options.include or options.exclude
     if touched and not export.checked and export.kind == "model":
         return ""
+    if export.missing or export.extra:  # vLLM refuses the tensors of a second model, for example
+        return ""
     files = {file.path: b"".join(literal.data for literal in file.literals) for file in export.files}
     names = {tensor.name for tensor in export.tensors}
     return serving(files, names, shlex.quote(dst), compared=bool(export.checked))

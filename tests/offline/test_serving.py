@@ -6,8 +6,11 @@ import json
 from typing import Any
 
 import pytest
+import torch
 
+from ckptkit import convert
 from ckptkit.offline.serving import serving
+from tests.offline.exports import read_model, write_model
 
 LLAMA = {"architectures": ["LlamaForCausalLM"]}
 NAMES = {"model.embed_tokens.weight", "lm_head.weight"}
@@ -47,6 +50,15 @@ def of(architecture: str, **config: Any) -> dict[str, Any]:
 def test_a_model_that_generates_is_servable_with_known_names_and_a_tokenizer(config, names, tokenizer, compared, found):
     files = {"config.json": json.dumps(config).encode(), tokenizer or "README.md": b"{}"}
     assert serving(files, names, "OUT", compared=compared) == LINES[found]
+
+
+@pytest.mark.parametrize(("skipped", "difference"), [("ema.*", "5 missing tensors"), ("", "1 additional tensor")])
+def test_a_model_whose_names_differ_from_the_base_is_not_servable(skipped, difference, zoo, tmp_path):
+    base = zoo / "hf_ref_llama_tied"
+    source = write_model(tmp_path / "source", {**read_model(base), "ema.weight": torch.ones(2)})
+    exclude = [skipped, "*norm*"] if skipped else []
+    report = convert(source, str(tmp_path / "out"), base=str(base), exclude=exclude)
+    assert not report.serving and any(f"(except {difference})" in line for line in report.proved)
 
 
 @pytest.mark.parametrize(("config", "found"), [

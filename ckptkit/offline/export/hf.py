@@ -57,6 +57,7 @@ class HFExport:
         key_map: Name of the applied key map.
         leftovers: Unused source tensors, each with the reason.
         missing: Names in the base model for which there is no source tensor.
+        extra: Names that the base model lacks.
         faults: Mismatches with the base model. Empty if `ExportOptions.strict`, which raises them instead.
         notes: Notes for the user about decisions.
         checked: The path or repo with which names and shapes were compared. "" if there was no comparison.
@@ -71,6 +72,7 @@ class HFExport:
     key_map: str
     leftovers: tuple[tuple[str, str], ...]
     missing: tuple[str, ...] = ()
+    extra: tuple[str, ...] = ()
     faults: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     checked: str = ""
@@ -463,6 +465,7 @@ def _finish(draft: _Draft, tensors: dict[str, OutputTensor], kind: Literal["mode
         draft.key_map,
         tuple(leftovers),
         tuple(draft.missing),
+        tuple(draft.extra),
         tuple(draft.faults),
         tuple(dict.fromkeys(draft.notes)),
         _compared_with(draft),
@@ -473,8 +476,9 @@ def _finish(draft: _Draft, tensors: dict[str, OutputTensor], kind: Literal["mode
 def _compared_with(draft: _Draft) -> str:
     if not draft.base.wanted:
         return ""
-    more = f" (except {counted(len(draft.extra), 'additional tensor')})" if draft.extra else ""
-    return f"{draft.base.where}{more}"
+    counts = ((draft.missing, "missing tensor"), (draft.extra, "additional tensor"))
+    more = " and ".join(counted(len(names), noun) for names, noun in counts if names)
+    return f"{draft.base.where} (except {more})" if more else draft.base.where
 
 
 # --- rules
