@@ -115,7 +115,7 @@ class LocalStore(Store):
 
     def path_of(self, path: str) -> str:
         """Return the absolute path. Does not resolve symlinks."""
-        return f"{self.url}/{checked_path(path)}" if path else self.url
+        return os.path.join(self.url, checked_path(path)) if path else self.url
 
     def child(self, path: str) -> LocalStore:
         return LocalStore(self.path_of(path), top=self._top)
@@ -215,7 +215,7 @@ class LocalStore(Store):
         root = os.path.realpath(self.url)
         if self.url != self._top:
             self._check_inside(self.url)
-        if real in (full, root) or real.startswith(root + "/"):
+        if real in (full, root) or real.startswith(os.path.join(root, "")):
             return real
         cache, separator, _ = root.rpartition("/snapshots/")  # hub cache: snapshots/<revision>/x -> blobs/<hash>
         if separator and real.startswith(f"{cache}/blobs/"):
@@ -307,7 +307,7 @@ class LocalStore(Store):
     def _check_inside(self, folder: str) -> None:
         """Raise UnsafePathError if a symbolic link in `folder` leads out of the store that was opened first."""
         real, top = os.path.realpath(folder), os.path.realpath(self._top)
-        if real != top and not real.startswith(top.rstrip("/") + "/"):
+        if real != top and not real.startswith(os.path.join(top, "")):
             raise UnsafePathError(
                 f"{folder} leads through a symbolic link to {real}, outside of {top}. It is not followed."
             )

@@ -39,6 +39,13 @@ def test_a_symlink_out_of_the_root_and_a_fifo_are_refused_without_waiting(tmp_pa
             LocalStore(tmp_path / "root").read(name)
 
 
+def test_a_store_at_the_root_of_the_file_system_reads_files(tmp_path):
+    """A merge reads from the lowest directory that contains all sources, which may be the root."""
+    (tmp_path / "file").write_bytes(b"x")
+    path = str(tmp_path / "file").lstrip("/")
+    assert LocalStore("/").read(path) == b"x" and LocalStore("/").path_of(path) == f"/{path}"
+
+
 @pytest.mark.parametrize(("root", "target"), [("", "blobs/f00"), ("snapshots/main", "../../blobs/f00")])
 def test_a_symlink_inside_the_root_or_to_the_blobs_of_a_hub_cache_is_read(tmp_path, root, target):
     (tmp_path / "blobs").mkdir()
