@@ -138,6 +138,9 @@ class SourceReader:
         verifier: Receives the bytes of each range that has a digest record.
         cached: Serve small remote reads from cached blocks. Use this if neighbouring ranges will be read later.
         span: Largest buffer for a strided region, in bytes; 0 for the default.
+
+    Attributes:
+        nbytes: Number of bytes read so far. Bytes of compressed records are counted after decompression.
     """
 
     def __init__(
@@ -159,6 +162,7 @@ class SourceReader:
         self._gap = memoryview(bytearray(_GAP))  # for unused bytes between ranges; all threads write to it
         self._decoders: dict[int, _Decoder] = {}
         self._lock = threading.Lock()
+        self.nbytes = 0
 
     @property
     def is_local(self) -> bool:
@@ -174,6 +178,11 @@ class SourceReader:
         Neighbouring ranges of a local file are read in one call if they are given in file order. Reads of a remote
         store are batched.
         """
+        nbytes = 0
+        for item in ranges:
+            nbytes += len(item.view)
+        with self._lock:
+            self.nbytes += nbytes
         for group in self._groups(ranges):
             first, run = group[0], None
             where = self._origins[first.origin]

@@ -81,6 +81,11 @@ def test_a_sum_has_the_bits_of_torch_for_any_workers_and_memory(sources, tmp_pat
     assert_same(found.tensors, sum_of_three())
 
 
+def test_the_report_counts_the_bytes_of_all_sources(sources, tmp_path):
+    floats, counts = 3 * sum(n.nbytes for n in tensors(0).values()), tensors(0)["count"].nbytes
+    assert merge(sources, str(tmp_path / "out")).nbytes_read == floats - 2 * counts  # counts: only of the last source
+
+
 def test_sums_are_rounded_and_cast_once(sources, tmp_path):
     merge(sources, str(tmp_path / "wide"), weights=WEIGHTS, sum_dtype="fp64", include=["cube", "double"])
     expected = sum_of_three(torch.float64)

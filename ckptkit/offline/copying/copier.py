@@ -40,7 +40,7 @@ class Tally:
     """Counts bytes and reports progress. Also tells worker threads to stop after another thread has failed.
 
     Attributes:
-        nbytes: Number of bytes read so far.
+        nbytes: Number of bytes copied or checked so far.
     """
 
     total: int
@@ -50,7 +50,7 @@ class Tally:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def add(self, nbytes: int, path: str) -> None:
-        """Count bytes read from the file at `path`. Raises `Stopped` if the workers are to stop."""
+        """Count bytes from the file at `path`. Raises `Stopped` if the workers are to stop."""
         if self.stopped.is_set():
             raise Stopped
         with self._lock:

@@ -196,6 +196,6 @@ def execute(
     proved = int(verifier.proved.sum()) if verifier is not None else 0
     seconds = time.perf_counter() - started
     return CopyReport(
-        own.nbytes, tally.nbytes, proved, covered, seconds, steps, taken_over, digested if digests else None,
+        own.nbytes, reader.nbytes, proved, covered, seconds, steps, taken_over, digested if digests else None,
         infinite.by_tensor(own),
     )  # fmt: skip
