@@ -63,7 +63,7 @@ def export_options(function: F, *, weights: str = "--weights") -> F:
             metavar="WHICH",
             help=(
                 "model, master (the fp32 copies that some optimizers keep), or ema (the moving average). "
-                "auto: model, or master if --dtype casts."
+                "auto: master if --dtype casts and there are fp32 copies, otherwise model."
             ),
         ),
         _what("--include", multiple=True, metavar="GLOB", help="Only these tensors; may be given several times."),
@@ -75,7 +75,13 @@ def export_options(function: F, *, weights: str = "--weights") -> F:
         ),
         _names("--key-map", metavar="NAME_OR_FILE", help="A built-in key map, or a file of rules (docs/key-maps.md)."),
         _names("--strip-prefix", metavar="P", help="Remove this prefix from every name."),
-        _files("--max-shard-size", default="5GB", show_default=True, metavar="SIZE", help="Maximum size of one file."),
+        _files(
+            "--max-shard-size",
+            default="5GB",
+            show_default=True,
+            metavar="SIZE",
+            help="Maximum size of one file (--to hf). A larger tensor gets its own file.",
+        ),
         _files("--world-size", type=Count(1), metavar="N", help="Number of ranks to write for (--to dcp, --to local)."),
         _files("--sha256", is_flag=True, help="Write SHA256SUMS next to the files (--to hf)."),
     ]

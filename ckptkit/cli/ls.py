@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @click.command("ls")
 @click.argument("root")
-@click.option("--all", "every", is_flag=True, help="Show every skipped or foreign directory.")
+@click.option("--all", "every", is_flag=True, help="List all skipped and foreign entries.")
 @json_option
 @click.option("--html", metavar="OUT.html", help="Write a page with the timeline of the run.")
 @policy_options

@@ -139,7 +139,7 @@ def cli() -> None:
     A URL is a path, or anything that fsspec opens (s3://, gs://). If a command takes a checkpoint and you give the
     directory of a run, the command takes the run's newest committed checkpoint.
 
-    Exit codes: 0 success; 1 the checkpoint is damaged, missing or does not match; 2 wrong usage; 130 interrupted.
+    Exit codes: 0 success; 1 failure, damage or a difference; 2 wrong usage; 130 interrupted.
     """
 
 

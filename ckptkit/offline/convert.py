@@ -103,14 +103,15 @@ def convert(  # noqa: PLR0913 - one argument per option
             and SGLang. Weights that are already quantized are first dequantized to `dtype`, or to bf16 if `dtype` is
             "keep".
         weights: The weights to export. "model": the model's weights. "master": the fp32 copies that some optimizers
-            keep. "auto": the fp32 copies if `dtype` casts, otherwise the model's weights. "ema": the moving average of
-            the weights, which the checkpoint must contain.
+            keep. "auto": the fp32 copies if `dtype` casts and there are any, otherwise the model's weights. "ema": the
+            moving average of the weights, which the checkpoint must contain.
         base: A Hugging Face directory or repo that provides the config, the tokenizer, and the expected names and
             shapes.
         key_map: A built-in name, a TOML or JSON file, or a NameMap.
         strip_prefix: A prefix to remove from every name.
         include, exclude: Globs of the tensors to export or to leave out.
-        max_shard_size: Maximum size of one file: bytes, or a string such as "5GB".
+        max_shard_size: Maximum size of one file of a Hugging Face export: bytes, or a string such as "5GB". A larger
+            tensor gets its own file.
         world_size: The number of ranks for which "dcp" and "local" are sharded.
         workers: Number of worker threads. 0 chooses a number for this machine.
         max_memory: Maximum tensor data in memory: bytes, or a string such as "512MB".

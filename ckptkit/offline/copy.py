@@ -205,7 +205,7 @@ def copy(
 
     Args:
         dst: The directory of the copy. For a single file, the new file or its directory. For a run, the new run's root.
-            A directory named step_<N> must be a copy of step N.
+            A directory named after a step, such as step_00001000, must be a copy of that step.
         all_files: Also copy files that are not listed in the commit record.
         allow_pickle: The same as in `convert`.
         check: Compare the source's recorded digests while reading.

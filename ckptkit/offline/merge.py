@@ -107,8 +107,7 @@ def merge(  # noqa: PLR0913 - one argument an option
         last: Merge the last N committed checkpoints of the run.
         steps: "FIRST:LAST" merges the run's committed checkpoints from step FIRST to step LAST, inclusive.
         sum_dtype: "fp32" or "fp64".
-        take: "model" for the model's weights, or "master" for the fp32 copies, as in the argument `weights` of
-            `convert`.
+        take: Which weights to merge, like the argument `weights` of `convert`.
         to, dtype, base, key_map, ...: The same as in `convert`.
 
     Raises:

@@ -124,7 +124,7 @@ def reshard(  # noqa: PLR0913 - one argument per option
 def _notes(source: Source, plan: Plan, identity: Identity) -> tuple[str, ...]:
     notes = [*([source.note] if source.note else []), *source.catalog.info.notes, *plan.notes]
     if not identity.known:
-        notes.append("the source does not record its step, so the result is step 0; to set it, name DST step_<N>")
+        notes.append("the source does not record its step, so the result is step 0; to set it, name DST step_00001000")
     for reason, names in plan.left_over().items():
         notes.append(f"skipped: {first_few(names, 3)}: {reason}")
     return tuple(dict.fromkeys(notes))

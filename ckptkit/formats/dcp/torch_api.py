@@ -261,6 +261,9 @@ class DCPWriter(StorageWriter):
     digest of every slice. If the state has shards of tensor subclasses, they are stored as torch stores them, and there
     is no manifest. If any worker fails, the save fails. A local directory is locked during the save: a second job that
     saves to the same directory gets a LeaseHeldError.
+
+    `dcp.save` and `dcp.load` raise torch's CheckpointException, which is not an Exception. Its `failures[rank][0]` is
+    ckptkit's error.
     """
 
     def __init__(
