@@ -309,9 +309,10 @@ def _combined(
             else:
                 same = term.dtype == newest.dtype
             if term.shape != newest.shape or not same:
+                advice = "Convert them to one dtype first, or --exclude it" if not same else "Skip it with --exclude"
                 raise CheckpointMismatchError(
                     f"{name!r} is {term.dtype} {list(term.shape)} in {source.url}, but {newest.dtype} "
-                    f"{list(newest.shape)} in {opened[-1].url}. Convert them to one dtype first, or --exclude it."
+                    f"{list(newest.shape)} in {opened[-1].url}. {advice}."
                 )
         if dtype_of(newest.dtype).kind == "float":
             # Sum fp64 tensors in fp64, because the average of two equal tensors must be that tensor.
