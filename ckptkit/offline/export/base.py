@@ -121,6 +121,7 @@ def side_file_names(store: Store, catalog: Catalog) -> tuple[dict[str, str], dic
     paths, folders = info.side_files, set[str]()
     if info.format == "dcp":
         paths = paths or find_side_files(store).carried
+    if info.format in ("dcp", "torch"):
         fqns = [entry.fqn for entry in catalog.by_role(Role.MODEL).values()]
         folders = {fqn.partition(".")[0] for fqn in fqns} | {m[1] for fqn in fqns if (m := _ADAPTER.search(fqn))}
         folders &= {entry.path for entry in store.list() if entry.kind == "directory"}
