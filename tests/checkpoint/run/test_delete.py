@@ -307,6 +307,31 @@ def test_an_overwrite_on_nfs_is_saved_even_if_the_old_checkpoint_cannot_be_remov
     assert files.items() <= held(run / "step_00000001").items()
 
 
+def _killed_between_the_renames(root: str, before_both: bool) -> None:
+    def killed(store: LocalStore, source: str, target: str) -> None:
+        if "@" in source:
+            os.kill(os.getpid(), signal.SIGKILL)
+        rename(store, source, target)
+
+    rename = LocalStore.rename
+    publish._exchange, LocalStore.rename = (lambda first, second: False), killed
+    if before_both:
+        attempt.take_name = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    save(root, 1, overwrite=True, nbytes=500)
+
+
+@pytest.mark.parametrize("before_both", [True, False])
+def test_an_overwrite_on_nfs_that_was_killed_after_its_commit_is_finished_by_the_next_save(run, before_both):
+    code, _ = fork(lambda say: _killed_between_the_renames(str(run), before_both))
+    assert code == -signal.SIGKILL
+    found = list_checkpoints(open_store(str(run)))
+    assert sorted(item.name for item in found.committed) == [f"step_0000000{step}" for step in (1, 2, 3, 4)]
+    assert [item.reason[:15] for item in found.skipped] == ["it was replaced"] * before_both
+    save(run, 5)
+    assert sorted(check(run)) == [1, 2, 3, 4, 5] and leftovers(run) == []
+    assert (run / "step_00000001" / "shards" / "__0_0.distcp").stat().st_size == 500
+
+
 def test_a_foreign_directory_that_appears_during_an_overwrite_is_left_unchanged(run):
     step = run / "step_00000009"
     with pytest.raises(CheckpointExistsError, match="appeared during the save"):
