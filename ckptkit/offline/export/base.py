@@ -319,9 +319,15 @@ def _adapter_config(store: Store, notes: list[str]) -> dict[str, Any] | None:
     places = [(store, ""), (store, "lora_adapter/")]
     if is_directory(store):
         places.append((open_store(os.path.dirname(store.url)), ""))
+    listed = None
+    if store.asking_costs:  # a listing makes fewer requests than a lookup of each name
+        listed = {entry.path for entry in store.list()}
+        if "lora_adapter" in listed:
+            listed |= {entry.path for entry in store.list("lora_adapter")}
     for place, folder in places:
         for name in ("adapter_config.json", "peft_config.json", "lora_train_meta.json"):
-            data = _read_regular(place, folder + name, [])
+            known = listed is None or folder + name in listed
+            data = _read_regular(place, folder + name, []) if known else None
             if data is not None:
                 notes.append(f"adapter config: {place.url.rstrip('/').rpartition('/')[2]}/{folder}{name}")
                 return _json_object(data, folder + name)
