@@ -77,8 +77,7 @@ def export_options(function: F, *, weights: str = "--weights") -> F:
         _names("--strip-prefix", metavar="P", help="Remove this prefix from every name."),
         _files(
             "--max-shard-size",
-            default="5GB",
-            show_default=True,
+            show_default="5GB",
             metavar="SIZE",
             help="Maximum size of one file (--to hf). A larger tensor gets its own file.",
         ),

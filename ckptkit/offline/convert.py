@@ -65,7 +65,7 @@ def convert(  # noqa: PLR0913 - one argument per option
     strip_prefix: str | None = None,
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
-    max_shard_size: str | int = "5GB",
+    max_shard_size: str | int | None = None,
     world_size: int | None = None,
     workers: int = 0,
     max_memory: str | int = "512MB",
@@ -110,8 +110,8 @@ def convert(  # noqa: PLR0913 - one argument per option
         key_map: A built-in name, a TOML or JSON file, or a NameMap.
         strip_prefix: A prefix to remove from every name.
         include, exclude: Globs of the tensors to export or to leave out.
-        max_shard_size: Maximum size of one file of a Hugging Face export: bytes, or a string such as "5GB". A larger
-            tensor gets its own file.
+        max_shard_size: Maximum size of one file of a Hugging Face export: bytes, or a string such as "5GB" (the
+            default). A larger tensor gets its own file.
         world_size: The number of ranks for which "dcp" and "local" are sharded.
         workers: Number of worker threads. 0 chooses a number for this machine.
         max_memory: Maximum tensor data in memory: bytes, or a string such as "512MB".
@@ -144,7 +144,7 @@ def convert(  # noqa: PLR0913 - one argument per option
     how = How(workers, memory, check, verify, dry_run, overwrite, there, here, progress)
     dtype = str(dtype)  # accepts torch.bfloat16
     export_dtype("float32", dtype)  # raises for an unknown dtype, before the source is opened
-    output = Output(dst, to, parse_size(max_shard_size, "max_shard_size"), world_size, sha256, how)
+    output = Output(dst, to, shard_bytes(max_shard_size), world_size, sha256, how)
     output.check(max_memory, max_shard_size)
     reading = ReadOptions(layout=layout, base=base, strip_prefix=strip_prefix, allow_pickle=allow_pickle)
     source = open_pinned(src, storage_options=there, options=reading, together=not dry_run, inner="weights")
@@ -215,7 +215,7 @@ class Output:
     sha256: bool
     how: How
 
-    def check(self, max_memory: str | int, max_shard_size: str | int) -> None:
+    def check(self, max_memory: str | int, max_shard_size: str | int | None) -> None:
         """Raise UsageError if options conflict. The arguments are the sizes as the user wrote them, for messages."""
         if self.to not in _FORMATS:
             raise UsageError(f"to={self.to!r} is unknown. Known: {', '.join(_FORMATS)}.")
@@ -227,6 +227,15 @@ class Output:
             raise UsageError(f"--sha256 is for Hugging Face exports; it cannot be combined with --to {self.to}.")
         if self.max_shard_size < 1:
             raise UsageError(f"--max-shard-size {max_shard_size} is too small for a tensor: give a size such as 5GB.")
+        if max_shard_size is not None and self.to != "hf":
+            raise UsageError(
+                f"--max-shard-size is for Hugging Face exports; it cannot be combined with --to {self.to}."
+            )
+
+
+def shard_bytes(max_shard_size: str | int | None) -> int:
+    """Return the maximum size of one file of an export, in bytes. The default is 5 GB."""
+    return parse_size("5GB" if max_shard_size is None else max_shard_size, "max_shard_size")
 
 
 def write(src: str, source: Source, export: HFExport, options: ExportOptions, output: Output) -> ConvertReport:

@@ -129,7 +129,7 @@ class Copied:
     def lines(self) -> list[str]:
         """Return the lines for a terminal: notes, omitted entries, a summary of the copy, and the passed checks."""
         lines = [f"note: {note}" for note in self.notes]
-        lines += [f"left out: {name}: {why}" for name, why in self.left_out.items()]
+        lines += _lines_of(self.left_out)
         for item in self.checkpoints:
             lines += [f"note: {note}" for note in item.notes]
             if item.left_out:
@@ -547,17 +547,23 @@ def _copy_run(src: str, dst: str, inventory: Inventory, how: How, reading: ReadO
             newest = list_checkpoints(here).latest
             write_hint(here, newest.name if newest is not None else "")
     if damaged and not how.dry_run:
-        name, first = next(iter(damaged.items()))
-        more = f" Also not copied: {first_few(list(damaged)[1:], 3)}." if len(damaged) > 1 else ""
-        raise type(first)(
-            f"{name} was not copied; {dst} has {counted(len(copies), 'other complete checkpoint')}.{more} {first}"
-        ) from first
+        raise _damaged(dst, len(copies), damaged, left) from next(iter(damaged.values()))
     pinned_names = tuple(item.name for item in inventory.committed if item.name in pins)
     faults += damaged.values()
     return Copied(
         src, dst, True, tuple(copies), left, pinned_names, (shown,) if stay else (), dry_run=how.dry_run,
         faults=tuple(map(str, faults)),
     )  # fmt: skip
+
+
+def _damaged(
+    dst: str, copied: int, damaged: Mapping[str, CorruptCheckpointError], left: Mapping[str, str]
+) -> CorruptCheckpointError:
+    """Return the error of a run whose other checkpoints were copied."""
+    name, first = next(iter(damaged.items()))
+    more = f" Also not copied: {first_few(list(damaged)[1:], 3)}." if len(damaged) > 1 else ""
+    message = f"{name} was not copied; {dst} has {counted(copied, 'other complete checkpoint')}.{more} {first}"
+    return type(first)("\n".join([message, *_lines_of(left)]))
 
 
 def _part(progress: Progress | None, before: int, total: int) -> Progress | None:
@@ -593,6 +599,11 @@ def _left_out(inventory: Inventory) -> dict[str, str]:
     found |= {item.path: f"{item.name} was not committed: its save was killed" for item in inventory.abandoned}
     found |= {item.path: item.reason for item in inventory.skipped}
     return found | dict.fromkeys(inventory.foreign, "it is not a ckptkit checkpoint")
+
+
+def _lines_of(left_out: Mapping[str, str]) -> list[str]:
+    """Return one line for each entry of a run that was not copied."""
+    return [f"left out: {name}: {why}" for name, why in left_out.items()]
 
 
 def _damage(view: Store, item: Committed) -> str:

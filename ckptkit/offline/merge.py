@@ -32,7 +32,7 @@ from ckptkit.formats.dcp.subclasses import outer_name
 from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.own.record import step_of_name
 from ckptkit.offline.conversion import ConvertReport, How
-from ckptkit.offline.convert import Format, Output, Weights, choose, key_map_of, write
+from ckptkit.offline.convert import Format, Output, Weights, choose, key_map_of, shard_bytes, write
 from ckptkit.offline.copying.copier import Progress
 from ckptkit.offline.copying.plan import ComputedTensor, OutputTensor
 from ckptkit.offline.export.hf import HFExport
@@ -75,7 +75,7 @@ def merge(  # noqa: PLR0913 - one argument an option
     strip_prefix: str | None = None,
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
-    max_shard_size: str | int = "5GB",
+    max_shard_size: str | int | None = None,
     world_size: int | None = None,
     workers: int = 0,
     max_memory: str | int = "512MB",
@@ -127,7 +127,7 @@ def merge(  # noqa: PLR0913 - one argument an option
     how = How(workers, memory, check, verify, dry_run, overwrite, there, here, progress)
     dtype = str(dtype)  # accepts torch.bfloat16
     export_dtype("float32", dtype)  # raises for an unknown dtype, before a source is opened
-    output = Output(dst, to, parse_size(max_shard_size, "max_shard_size"), world_size, sha256, how)
+    output = Output(dst, to, shard_bytes(max_shard_size), world_size, sha256, how)
     output.check(max_memory, max_shard_size)
     urls = _of_run(given, last, steps, there)
     factors = weights_of(weights, len(urls))

@@ -21,6 +21,7 @@ REFUSED: dict[str, tuple[int, str, str]] = {  # the rule: exit code, command lin
     "an alias of a format gets a suggestion": (2, "convert {here} out --to safetensors", "Did you mean 'hf'?"),
     "a size is a number": (2, "convert {dcp} out --max-shard-size lots", "lots"),
     "a shard has a size": (2, "convert {root} out --max-shard-size 0", "5GB"),
+    "only an export has a shard size": (2, "convert {dcp} out --to dcp --max-shard-size 1GB", "combined with --to dcp"),
     "a mesh fits the ranks": (2, "reshard {dcp} out --world-size 4 --mesh replicate=3,shard=2", "has 6 ranks, but"),
     "a key map exists": (2, "convert {dcp} out --key-map no-such-map", "no-such-map"),
     "a file of a key map exists": (2, "convert {dcp} out --key-map missing.toml", "missing.toml"),

@@ -229,8 +229,10 @@ def test_a_linked_run_is_copied_through_its_link(run, tmp_path):
 
 def test_damage_in_one_checkpoint_is_an_error_but_the_others_are_copied(run, tmp_path):
     flip(largest(run / "step_00000002"))
-    with pytest.raises(IntegrityError, match=r"step_00000002 was not copied; .* has 2 other complete checkpoints"):
+    (run / "step_00000009").mkdir()
+    with pytest.raises(IntegrityError, match=r"step_00000002 was not copied; .* has 2 other complete ") as caught:
         copy(str(run), str(tmp_path / "new"))
+    assert "\nleft out: step_00000009: " in str(caught.value)
     assert steps(tmp_path / "new") == [1, 3] and leftovers(tmp_path / "new") == []
 
 
