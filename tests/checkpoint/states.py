@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,18 @@ class Kept:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.value = state["value"]
+
+
+class WithExtraState(nn.Linear):
+    """A layer with a value besides its tensors."""
+
+    kept: Any = None
+
+    def get_extra_state(self) -> Any:
+        return self.kept
+
+    def set_extra_state(self, state: Any) -> None:
+        self.kept = state
 
 
 def optimized(model: nn.Module, make: Any = torch.optim.SGD, **settings: Any) -> TrainState:
@@ -208,6 +221,24 @@ def on_all(value: Any) -> Any:
     dist.all_gather_object(values, value)
     assert values == [value] * len(values)
     return value
+
+
+measures_memory = pytest.mark.skipif(
+    not os.access("/proc/self/clear_refs", os.W_OK), reason="the most memory in use cannot be reset"
+)
+
+
+def memory_of(call: Callable[[], object]) -> int:
+    """Return by how many bytes a call raises the memory of this process at most."""
+
+    def status(name: str) -> int:
+        (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
+        return int(line.split()[1]) << 10
+
+    Path("/proc/self/clear_refs").write_text("5")
+    before = status("VmRSS")
+    call()
+    return status("VmHWM") - before
 
 
 def flip(folder: str | Path, tensor: torch.Tensor) -> None:

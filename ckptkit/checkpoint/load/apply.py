@@ -104,7 +104,7 @@ def apply_tensors(plan: LoadPlan, reading: Reading, decoded: Decoded | None, rep
     mark_filled(target.live for target in plan.models if target.key not in plan.padded)
     with torch.no_grad():
         for module, handed in plan.handed:
-            module.load_state_dict(handed, strict=False)
+            module.load_state_dict(_with_restored_values(module, handed), strict=False)
         loaded = {id(target.live) for target in plan.models}
         for optimizer, states, other in zip(plan.optimizers, reading.states, decoded.optimizers, strict=True):
             apply_optimizer(optimizer, states, *other, loaded)
@@ -120,6 +120,18 @@ def apply_tensors(plan: LoadPlan, reading: Reading, decoded: Decoded | None, rep
         report.loaded.append("rng")
         report.notes += [f"not restored: the random state of {name}, because there is no such generator here"
                          for name in lacking]  # fmt: skip
+
+
+def _with_restored_values(module: torch.nn.Module, handed: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return `handed`, but with the module's present values for what is not a tensor.
+
+    `apply_objects` has restored these values. Those in `handed` are from before the load.
+    """
+    import torch
+
+    others = [n for n, v in handed.items() if n.endswith("_extra_state") or not isinstance(v, torch.Tensor)]
+    present = module.state_dict() if others else {}
+    return {**handed, **{name: present[name] for name in others if name in present}}
 
 
 def _tell_separated(plan: OptimizerPlan, weights: Mapping[str, torch.Tensor], report: LoadReport, rank: int) -> None:
