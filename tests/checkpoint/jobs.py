@@ -105,8 +105,8 @@ def seed(value: int, rank: int) -> None:
     torch.manual_seed(value + rank)
 
 
-def shard(model: nn.Module, layout: str, policy: MixedPrecisionPolicy, parts: tuple[str, ...] = ("up", "down")) -> None:
-    """Wrap a model and some of its layers for a layout, on all ranks. "plain": not at all."""
+def shard(model: Net, layout: str, policy: MixedPrecisionPolicy) -> None:
+    """Wrap a model and two of its layers for a layout, on all ranks. "plain": not at all."""
     if layout == "plain":
         return
     size = dist.get_world_size()
@@ -122,13 +122,13 @@ def shard(model: nn.Module, layout: str, policy: MixedPrecisionPolicy, parts: tu
     if "tp" in dims:
         parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
         mesh = mesh[tuple(name for name in dims if name != "tp")]
-    for part in (*(getattr(model, name) for name in parts), model):
+    for part in (model.up, model.down, model):
         fully_shard(part, mesh=mesh, mp_policy=policy)
 
 
-def make(layout: str = "1d", precision: str = "fp32", start: int = 0) -> Job:
+def make(layout: str = "1d", precision: str = "fp32", start: int = 0, net: type[Net] = Net) -> Job:
     torch.manual_seed(start)
-    model = Net()
+    model = net()
     policy = MixedPrecisionPolicy()
     if precision == "mixed":
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

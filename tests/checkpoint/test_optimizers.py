@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import importlib
 import types
@@ -83,20 +82,6 @@ class Written(Optimizer):
         raise NotImplementedError
 
 
-class Lamb(Written):
-    """A trust ratio per tensor, kept as a 0-D DTensor."""
-
-    def update(self, p: Any, grad: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
-        moment = state.setdefault("exp_avg", torch.zeros_like(p))
-        state["step"] = state.get("step", 0) + 1
-        moment.mul_(0.9).add_(grad, alpha=0.1)
-        ratio = whole((p * p).sum()).sqrt() / (whole((moment * moment).sum()).sqrt() + 1e-6)
-        if isinstance(p, DTensor):
-            ratio = DTensor.from_local(ratio, p.device_mesh, [Replicate()], run_check=False)
-        state["ratio"] = ratio
-        p.sub_(moment * ratio, alpha=group["lr"])
-
-
 class LocalMoments(Written):
     """Plain moments of this rank's shard, as kernels without DTensor support keep them."""
 
@@ -113,19 +98,7 @@ def factors(grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class LocalShampoo(Written):
-    """Factors of this rank's shard, in a list. On two ranks those of `square` have the shape of its shard."""
-
-    def update(self, p: Any, grad: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
-        state["step"] = state.get("step", 0) + 1
-        made = factors(local(grad))
-        kept = state.setdefault("factors", [torch.zeros_like(factor) for factor in made])
-        for factor, new in zip(kept, made, strict=True):
-            factor.add_(new)
-        local(p).sub_(kept[0] @ local(grad), alpha=group["lr"])
-
-
-class NamedLocalShampoo(Written):
-    """The same factors, each as a separate state."""
+    """Factors of this rank's shard. On two ranks those of `square` have the shape of its shard."""
 
     def update(self, p: Any, grad: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
         for name, new in zip(("left", "right"), factors(local(grad)), strict=True):
@@ -181,13 +154,6 @@ class Factored(Written):
         state["rms"] = whole(state["column"]).sum().item()
         p.sub_(grad, alpha=group["lr"] / (1 + state["rms"]))
         p.sub_(state["row"][:, None] * state["column"][None], alpha=group["lr"])
-
-
-class Queued(Written):
-    """State that no load could restore without running code."""
-
-    def update(self, p: Any, grad: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
-        state.setdefault("queue", collections.deque(maxlen=2)).append(1.0)
 
 
 class Owning(Written):
@@ -298,8 +264,8 @@ NETS = {
 }
 
 
-def made(name: str, seed: int, sharded: bool) -> tuple[Net, Any]:
-    """Return a model and the optimizer of that name in `MAKERS`."""
+def made(name: str, seed: int, sharded: bool, steps: range = range(0)) -> TrainState:
+    """Return a model and the optimizer of that name in `MAKERS`, after some steps."""
     torch.manual_seed(seed)
     model = Net(NETS.get(name, "uneven"))
     if name.startswith("masters") or name in LOW:
@@ -307,11 +273,12 @@ def made(name: str, seed: int, sharded: bool) -> tuple[Net, Any]:
     if sharded:
         for part in (model.up, model.square, model):
             fully_shard(part)
-    return model, MAKERS[name](list(model.parameters()))
+    return train(TrainState(model=model, optimizer=MAKERS[name](list(model.parameters()))), steps)
 
 
-def train(model: Net, optimizer: Any, steps: range) -> None:
+def train(state: TrainState, steps: range) -> TrainState:
     """Each rank has different data; gradients that FSDP does not reduce are averaged here."""
+    model: Any = state.model
     for step in steps:
         generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
         model(
@@ -321,8 +288,9 @@ def train(model: Net, optimizer: Any, steps: range) -> None:
             if parameter.grad is not None and not isinstance(parameter.grad, DTensor):
                 dist.all_reduce(parameter.grad)
                 parameter.grad /= dist.get_world_size()
-        optimizer.step()
-        optimizer.zero_grad()
+        state.optimizer.step()
+        state.optimizer.zero_grad()
+    return state
 
 
 LOW = [
@@ -344,14 +312,11 @@ MAKERS: dict[str, Callable[[list[nn.Parameter]], Any]] = {
     "AdamW8bit of bitsandbytes": of_library("bitsandbytes.optim", "AdamW8bit", min_8bit_size=16),
     "LAMB8bit of bitsandbytes": of_library("bitsandbytes.optim", "LAMB8bit", min_8bit_size=16),
     "masters of AdamW": masters,
-    "LAMB": Lamb,
     "local moments": LocalMoments,
     "factored moments": Factored,
     "Shampoo": WholeShampoo,
     "Shampoo of each rank": LocalShampoo,
-    "Shampoo of each rank, by name": NamedLocalShampoo,
     "SOAP of each rank": Soap,
-    "queue": Queued,
     "ZeRO": Owning,
     "Lion": of_library("lion_pytorch", "Lion"),
     "schedule-free": of_library("schedulefree", "AdamWScheduleFree"),
@@ -404,11 +369,9 @@ LIBRARIES: dict[str, Refused] = {
 SHARDED: dict[str, Refused] = {
     "factored moments": {},  # the first one runs by day
     **{name: {} for name in ("AdamW", "SGD", "Adagrad", "RMSprop", "NAdam", "ASGD", "Muon", "masters of AdamW")},
-    "LAMB": {},
     "local moments": {},
     "Shampoo": {1: "up.weight.left"},
-    "Shampoo of each rank": dict.fromkeys(SIZES, "up.weight.factors"),
-    "Shampoo of each rank, by name": {1: "up.weight.left", 2: "down.weight.left", 3: "down.weight.left"},
+    "Shampoo of each rank": {1: "up.weight.left", 2: "down.weight.left", 3: "down.weight.left"},
     "SOAP of each rank": {1: "up.weight.GG", 2: "down.weight.exp_avg", 3: "down.weight.exp_avg"},
     **LIBRARIES,
 }
@@ -417,7 +380,7 @@ SHARDED: dict[str, Refused] = {
 REPLICATED: dict[str, Refused] = {
     **{name: {} for name in ("Adafactor", "AdamW", "Muon", "Rprop", "Adafactor of transformers")},  # the first by day
     **{name: {} for name in ("AdamW8bit of bitsandbytes", "LAMB8bit of bitsandbytes", "masters of AdamW")},
-    **{name: {} for name in ("Shampoo of each rank", "Shampoo of each rank, by name", "SOAP of each rank")},
+    **{name: {} for name in ("Shampoo of each rank", "SOAP of each rank")},
     "ZeRO": {2: "up.weight, ", 3: "up.weight, "},
     **{name: {} for name in LIBRARIES},
     **{name: {} for name in ("SOAP", "SPlus", "Shampoo of pytorch_optimizer")},
@@ -426,7 +389,6 @@ REPLICATED: dict[str, Refused] = {
 """Parameters whole on each rank, as under DDP; some of these optimizers support no others."""
 
 NOT_SAVED = {
-    "queue": "optimizer.values.up.weight.queue: a value of type collections.deque cannot be saved",  # runs by day
     "TRAC": "optimizer.shared.trac: a dict has tensors as keys",
     "Ranger21": "the state_dict of Ranger21 has 'lookahead_step', 'starting_lr', 'current_lr', but only 'state' ",
     "scalable Shampoo": "up.weight.pre_conditioner: a value of type pytorch_optimizer.optimizer.utils.preconditioner",
@@ -454,9 +416,9 @@ def joined(value: Any, shard_of: Any = None) -> Any:
     return [joined(item) for item in value] if isinstance(value, (list, tuple)) else bits(value)
 
 
-def everything(model: Net, optimizer: Any, *, join: bool = False) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, parameter in model.named_parameters():
+def everything(state: TrainState, *, join: bool = False) -> dict[str, Any]:
+    found, optimizer = dict[str, Any](), state.optimizer
+    for name, parameter in state.model.named_parameters():
         found[name] = joined(parameter) if join else bits(parameter)
         for key, value in optimizer.state.get(parameter, {}).items():
             of_shard = key in ("exp_avg", "error_bits") or type(value).__name__ == "_MaybeQuantizedTensor"
@@ -480,26 +442,21 @@ def allowed(name: str) -> Iterator[None]:
 
 def run(name: str, url: str, sharded: bool) -> tuple[dict[str, Any], str]:
     """Save and continue, then resume in a fresh job, in each type; return the saved values, joined, or the refusal."""
-    first = made(name, 0, sharded)
-    train(*first, range(3))
-    at, whole = everything(*first), everything(*first, join=sharded)
-    state = TrainState(model=first[0], optimizer=first[1])
+    state = made(name, 0, sharded, range(3))
+    at, whole = everything(state), everything(state, join=sharded)
     with allowed(name):
         for kind in KINDS:
             if text := refusal(lambda kind=kind: save(f"{url}/{kind}", state, 3, state_dict_type=kind)):
                 dist.barrier()
                 assert not list(Path(url).rglob("step_*"))
                 return {}, text
-        train(*first, range(3, 6))
-        end = everything(*first)
+        end = everything(train(state, range(3, 6)))
         for kind in KINDS:
-            again = made(name, 1, sharded)
-            if kind != "sharded":  # this type loads into an optimizer without a state
-                train(*again, range(50, 51))
-            load_all(f"{url}/{kind}", TrainState(model=again[0], optimizer=again[1]))
-            assert different(everything(*again), at) == [], kind
-            train(*again, range(3, 6))
-            assert different(everything(*again), end) == [], kind
+            # SHARDED loads into an optimizer without a state.
+            again = made(name, 1, sharded, range(0) if kind == "sharded" else range(50, 51))
+            load_all(f"{url}/{kind}", again)
+            assert different(everything(again), at) == [], kind
+            assert different(everything(train(again, range(3, 6))), end) == [], kind
     return whole, ""
 
 
@@ -508,16 +465,16 @@ def elsewhere(name: str, url: str, sharded: bool) -> list[Any]:
     found: list[Any] = []
     for kind in KINDS[:2]:
         again = made(name, 1, sharded)
-        before = everything(*again)
+        before = everything(again)
         try:
             with allowed(name):
-                load(f"{url}/{kind}", TrainState(model=again[0], optimizer=again[1]))
+                load(f"{url}/{kind}", again)
         except CheckpointMismatchError as error:
-            assert different(everything(*again), before) == []
+            assert different(everything(again), before) == []
             found.append(str(error))
         else:
-            found.append(everything(*again, join=sharded))
-            train(*again, range(3, 5))
+            found.append(everything(again, join=sharded))
+            train(again, range(3, 5))
     return found
 
 
@@ -551,7 +508,7 @@ def test_an_optimizer_on_replicas_resumes_bit_exactly(ranks, tmp_path, name, siz
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", NOT_SAVED)
 def test_state_that_no_load_could_restore_is_refused_by_all(ranks, tmp_path, name, size):
-    for _, text in ranks.run(run, size, name, str(tmp_path), name == "queue"):
+    for _, text in ranks.run(run, size, name, str(tmp_path), False):
         assert NOT_SAVED[name] in text
 
 
@@ -569,11 +526,10 @@ def test_reshard_keeps_the_quantized_states_of_flashoptim(ranks, tmp_path):
 
 def exact_weights(name: str, url: str) -> dict[str, torch.Tensor]:
     """Save; return the fp32 weights as flashoptim computes them."""
-    model, optimizer = made(name, 0, True)
-    train(model, optimizer, range(3))
-    save(url, TrainState(model=model, optimizer=optimizer))
+    state = made(name, 0, True, range(3))
+    save(url, state)
     found = {}
-    for key, value in optimizer.get_fp32_model_state_dict(model).items():
+    for key, value in state.optimizer.get_fp32_model_state_dict(state.model).items():
         parts: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(parts, value.to_local() if isinstance(value, DTensor) else value)
         found[key] = torch.cat(parts)
@@ -602,7 +558,7 @@ def load_as(
     name: str, url: str, dtype: torch.dtype, optimizer_option: Any
 ) -> tuple[dict[str, torch.Tensor], list[str]]:
     """Load as another dtype; return the weights, gathered, and the report's notes."""
-    model = made(name, 1, True)[0].to(dtype)
+    model = made(name, 1, True).model.to(dtype)
     bits = None if dtype is torch.float32 else 24  # fp32 weights have no lower bits
     optimizer = of_flashoptim("FlashAdamW", bits, quantize=True)(list(model.parameters()))
     report = load(
@@ -655,11 +611,9 @@ def test_every_weight_gets_the_lower_bits_of_flashoptim(dtype, held):
 @on_ranks(2)
 def test_states_in_the_form_of_flashoptims_state_dict_are_refused_by_name(tmp_path):
     """A new optimizer would take them for other states, and start without moments."""
-    first, again = (made("FlashAdamW of flashoptim", seed, True) for seed in (0, 1))
-    train(*first, range(2))
-    url = str(tmp_path / "theirs")
-    dcp.save({"model": first[0].state_dict(), "optimizer": get_optimizer_state_dict(*first)}, checkpoint_id=url)
-    live = TrainState(model=again[0], optimizer=again[1], rng=False)
+    first, live = made("FlashAdamW of flashoptim", 0, True, range(2)), made("FlashAdamW of flashoptim", 1, True)
+    url, states = str(tmp_path / "theirs"), get_optimizer_state_dict(first.model, first.optimizer)
+    dcp.save({"model": first.model.state_dict(), "optimizer": states}, checkpoint_id=url)
     said = r"up\.weight\.exp_avg::.*FlashAdamW keeps these states in another form"
     check_misfit(tmp_path / "run", live, f"(?s){said}", which=url)
 
@@ -667,13 +621,10 @@ def test_states_in_the_form_of_flashoptims_state_dict_are_refused_by_name(tmp_pa
 @needs_flashoptim
 @on_ranks(2)
 def test_masters_of_flashoptim_take_the_values_of_weights_that_are_loaded_alone(tmp_path):
-    first, again = (made("FlashAdamW of flashoptim", seed, True) for seed in (0, 1))
-    train(*first, range(2))
-    train(*again, range(2))
-    before = everything(*again)
-    save(tmp_path, TrainState(model=first[0], optimizer=first[1]))
-    load(tmp_path, TrainState(model=again[0], optimizer=again[1]), optimizer="skip")
-    changed = different(everything(*again), before)
+    first, again = (made("FlashAdamW of flashoptim", seed, True, range(2)) for seed in (0, 1))
+    before = everything(again)
+    load(save(tmp_path, first), again, optimizer="skip")
+    changed = different(everything(again), before)
     assert {name.rpartition(".")[2] for name in changed} == {"weight", "error_bits"}
 
 
@@ -681,21 +632,20 @@ def test_masters_of_flashoptim_take_the_values_of_weights_that_are_loaded_alone(
 @on_ranks(2)
 def test_torch_loads_a_managers_states_like_those_that_it_saved(tmp_path, name):
     """For a parameter without a gradient, torch's `get_state_dict` creates states that no checkpoint has."""
-    first = made(name, 0, True)
-    train(*first, range(2))
-    save(tmp_path / "ours", TrainState(model=first[0], optimizer=first[1]))
-    model, states = get_state_dict(*first)
+    first = made(name, 0, True, range(2))
+    save(tmp_path / "ours", first)
+    model, states = get_state_dict(first.model, first.optimizer)
     dcp.save({"model": model, "optimizer": states}, checkpoint_id=tmp_path / "theirs")
     found: list[Any] = []
     for url in (tmp_path / "ours/step_00000001", tmp_path / "theirs"):
         again = made(name, 1, True)
-        model, states = get_state_dict(*again)
+        model, states = get_state_dict(again.model, again.optimizer)
         state, planner = {"model": model, "optimizer": states}, DefaultLoadPlanner(allow_partial_load=True)
         try:
             dcp.load(state, checkpoint_id=url)
         except CheckpointException as error:
             assert "Missing key in checkpoint state_dict: optimizer.state.unused." in str(error)
             dcp.load(state, checkpoint_id=url, planner=planner)
-        set_state_dict(*again, model_state_dict=model, optim_state_dict=states)
-        found.append(everything(*again))
+        set_state_dict(again.model, again.optimizer, model_state_dict=model, optim_state_dict=states)
+        found.append(everything(again))
     assert different(*found) == []
