@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -110,20 +109,10 @@ def peak_of_a_save(url: str) -> Any:
     state = TrainState(model=model)
     with CheckpointManager(url, state_dict_type="full") as manager:
         manager.save(1, TrainState(model=nn.Linear(2, 2)))  # for imports, groups and threads
-        Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
-        before = _memory("VmRSS")
-        manager.save(2, state)
-        return _memory("VmHWM") - before
+        return states.memory_of(lambda: manager.save(2, state))
 
 
-def _memory(field: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{field}:"):
-            return int(line.split()[1]) * 1024
-    raise AssertionError(field)
-
-
-@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux's peak memory reset")
+@states.measures_memory
 def test_no_rank_holds_more_than_twice_the_largest_tensor(tmp_path):
     peaks = run_ranks(peak_of_a_save, 2, str(tmp_path))
     assert max(peaks) <= 2 * LARGEST + (64 << 20), [peak >> 20 for peak in peaks]
@@ -147,7 +136,5 @@ def test_a_failing_rank_fails_all_ranks_at_once_and_the_next_save_works(tmp_path
 def test_a_tensor_name_that_is_not_utf8_is_refused_and_nothing_is_published(tmp_path, kind):
     model = nn.Linear(2, 2)
     model.register_buffer("half\ud800", torch.zeros(2))
-    with CheckpointManager(tmp_path, state_dict_type=kind) as manager:
-        with pytest.raises(CkptkitError, match=r"half\\ud800' has a lone surrogate"):
-            manager.save(1, TrainState(model=model))
-        assert manager.latest() is None
+    said = r"half\\ud800' has a lone surrogate"
+    states.check_refused(tmp_path, TrainState(model=model), said, error=CkptkitError, state_dict_type=kind)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.optim.lr_scheduler import StepLR
 
 from ckptkit import CheckpointManager, TrainState, convert, open_checkpoint, reshard
-from ckptkit.checkpoint.save.replicas import _sampled, _summary, own_copies
+from ckptkit.checkpoint.save.replicas import _summary, own_copies
 from ckptkit.checkpoint.save.saver import Saver
 from ckptkit.errors import CkptkitError, CorruptCheckpointError, RankFailedError
 from ckptkit.formats.own.reader import open_catalog
@@ -39,54 +40,47 @@ class Norms(nn.Module):
         self.register_buffer("same", torch.arange(4.0))
 
 
-def made(value: float | None = None) -> tuple[Norms, torch.optim.Optimizer]:
-    """Return a model and an optimizer; with a value, every plain tensor holds this value plus the rank."""
+def made(value: float | None = None) -> TrainState:
+    """Return a state; with a value, every plain tensor holds this value plus the rank."""
     torch.manual_seed(0)
     model = Norms()
     fully_shard(model.linear)
     optimizer = torch.optim.SGD([model.loose], lr=0.0, momentum=0.9)
+    state = TrainState(model=model, optimizer=optimizer, layout={"loose": "per_rank"})
     if value is not None:
-        fill(model, optimizer, value + dist.get_rank())
-    return model, optimizer
+        fill(state, value + dist.get_rank())
+    return state
 
 
-def fill(model: Norms, optimizer: torch.optim.Optimizer, value: float) -> None:
-    with torch.no_grad():
-        model.norm.running_mean.fill_(value)
-        model.loose.fill_(value)
-        optimizer.state[model.loose]["momentum_buffer"] = torch.full((LARGE,), -value)
+def plain(state: TrainState) -> list[torch.Tensor]:
+    """Return the plain tensors of `made`."""
+    loose = state.model.loose.detach()
+    momentum = state.optimizer.state[state.model.loose].setdefault("momentum_buffer", torch.zeros(LARGE))
+    return [state.model.norm.running_mean, loose, momentum]
 
 
-def held(model: Norms, optimizer: torch.optim.Optimizer) -> dict[str, list[float]]:
-    """Return the distinct values of each tensor that `fill` fills."""
-    momentum = optimizer.state[model.loose]["momentum_buffer"]
-    return {
-        "mean": model.norm.running_mean.unique().tolist(),
-        "loose": model.loose.unique().tolist(),
-        "momentum": momentum.unique().tolist(),
-    }
+def fill(state: TrainState, value: float) -> None:
+    for tensor in plain(state):
+        tensor.fill_(value)
 
 
-def values(value: float) -> dict[str, list[float]]:
-    return {"mean": [value], "loose": [value], "momentum": [-value]}
-
-
-def state_of(model: Norms, optimizer: torch.optim.Optimizer) -> TrainState:
-    return TrainState(model=model, optimizer=optimizer, layout={"loose": "per_rank"})
+def held(state: TrainState) -> list[float]:
+    """Return the distinct values of the plain tensors."""
+    found: list[float] = torch.cat(plain(state)).unique().tolist()
+    return found
 
 
 def save(url: Path, kind: str = "sharded", background: bool = False) -> list[str]:
-    model, optimizer = made(1.0)
-    state = state_of(model, optimizer)
+    state = made(1.0)
     with logged() as lines, CheckpointManager(url, state_dict_type=kind) as manager:
         for step in (1, 2):
             if background:
                 manager.save_async(step, state)
-                fill(model, optimizer, 50.0)
+                fill(state, 50.0)
                 manager.wait()
             else:
                 manager.save(step, state)
-            fill(model, optimizer, 10.0 * step + 1.0 + dist.get_rank())
+            fill(state, 10.0 * step + 1.0 + dist.get_rank())
     return lines
 
 
@@ -94,7 +88,7 @@ def save(url: Path, kind: str = "sharded", background: bool = False) -> list[str
 def test_a_logging_handler_that_raises_fails_the_save_on_all_ranks(tmp_path):
     handler = logging.Handler(logging.WARNING)
     handler.emit = states.failing(OSError("the log is full"))  # type: ignore[method-assign]
-    state = state_of(*made(1.0))
+    state = made(1.0)
     with CheckpointManager(tmp_path, timeout_s=20) as manager:
         logging.getLogger("ckptkit").addHandler(handler)
         with pytest.raises(RankFailedError, match=r"comparing the parameters.*the log is full"):
@@ -103,34 +97,28 @@ def test_a_logging_handler_that_raises_fails_the_save_on_all_ranks(tmp_path):
         manager.save(1, state)
 
 
-def load(url: Path, which: str) -> tuple[dict[str, list[float]], list[str], list[str]]:
-    model, optimizer = made()
+def load(url: Path, which: int) -> tuple[list[float], list[str], list[str]]:
+    state = made()
     with logged() as lines:
-        report = states.load(url, state_of(model, optimizer), which)
-    assert torch.equal(model.same, torch.arange(4.0))
-    return held(model, optimizer), report.notes, lines
+        report = states.load(url, state, which)
+    assert torch.equal(state.model.same, torch.arange(4.0))
+    return held(state), report.notes, lines
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_each_rank_gets_its_own_copy_back(ranks, tmp_path, kind, background):
-    ranks.run(save, 2, tmp_path, kind, background)
-    assert [found[0] for found in ranks.run(load, 2, tmp_path, "1")] == [values(1.0), values(2.0)]
-    assert [found[0] for found in ranks.run(load, 2, tmp_path, "2")] == [values(11.0), values(12.0)]
-
-
-def test_a_warning_names_each_differing_tensor_once(ranks, tmp_path):
-    first, second = ranks.run(save, 2, tmp_path)
-    assert len(first) == 1
+@on_ranks(2)
+def test_each_rank_gets_its_own_copy_back_and_one_warning_names_the_tensors(tmp_path, kind, background):
+    said = save(tmp_path, kind, background)
     names = "model.loose, model.norm.running_mean, optimizer.state.loose.momentum_buffer"
-    assert f"{names} are not sharded but differ" in first[0]
-    assert second == []
+    assert [f"{names} are not sharded but differ" in line for line in said] == [True] * (dist.get_rank() == 0)
+    assert [load(tmp_path, step)[0] for step in (1, 2)] == [[1.0 + dist.get_rank()], [11.0 + dist.get_rank()]]
 
 
 @pytest.mark.parametrize(("kind", "size"), [("sharded", 3), ("full", 1)])
 def test_on_another_number_of_ranks_a_load_gives_one_copy_and_a_note(ranks, tmp_path, kind, size):
     ranks.run(save, 2, tmp_path, kind)
-    for rank, (found, notes, lines) in enumerate(ranks.run(load, size, tmp_path, "1")):
-        assert found == values(1.0)
+    for rank, (found, notes, lines) in enumerate(ranks.run(load, size, tmp_path, 1)):
+        assert found == [1.0]
         assert any("model.norm.running_mean" in note and "all get one rank's values" in note for note in notes)
         assert len(lines) == (rank == 0)
 
@@ -146,9 +134,9 @@ def test_an_export_says_that_it_has_one_copy(ranks, tmp_path, kind):
 
 
 def save_equal(url: Path) -> None:
-    model, optimizer = made()
-    fill(model, optimizer, 3.0)
-    states.save(url, state_of(model, optimizer))
+    state = made()
+    fill(state, 3.0)
+    states.save(url, state)
 
 
 @on_ranks(2)
@@ -157,48 +145,17 @@ def test_tensors_equal_on_all_ranks_are_stored_once(tmp_path):
     assert [name for name in open_checkpoint(str(tmp_path)) if name.startswith("per_rank")] == []
 
 
-class Views(nn.Module):
-    """Buffers with gaps in memory, and conj and neg views."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        table, waves = torch.arange(12.0).view(4, 3), torch.complex(torch.arange(4.0), torch.ones(4))
-        for name, view in {
-            "column": table[:, 0],
-            "corner": table[::2, ::2],
-            "conjugate": waves.conj(),
-            "negative": torch._neg_view(torch.arange(4.0)),
-            "imaginary": waves.conj().imag,
-        }.items():
-            self.register_buffer(name, view)
-
-
-@pytest.mark.parametrize("background", [False, True])
-@on_ranks(2)
-def test_differing_tensors_of_any_memory_layout_are_restored(tmp_path, kind, background):
-    model = Views()
-    with CheckpointManager(tmp_path, state_dict_type=kind) as manager:
-        state = TrainState(model=model)
-        _ = manager.save_async(1, state).result() if background else manager.save(1, state)
-        again = Views()
-        for name, buffer in list(again.named_buffers()):
-            again.register_buffer(name, torch.zeros(buffer.shape, dtype=buffer.dtype))
-        manager.load(TrainState(model=again))
-    assert [name for name, buffer in model.named_buffers() if not torch.equal(buffer, again.get_buffer(name))] == []
-
-
 @on_ranks(2)
 def test_tensors_that_begin_to_differ_after_a_save_are_found_by_the_next(tmp_path):
-    model, optimizer = made()
-    fill(model, optimizer, 3.0)
-    state = state_of(model, optimizer)
+    state = made()
+    fill(state, 3.0)
     with CheckpointManager(tmp_path) as manager:
         manager.save(1, state)
-        fill(model, optimizer, 4.0 + dist.get_rank())
+        fill(state, 4.0 + dist.get_rank())
         manager.save(2, state)
-        fill(model, optimizer, 0.0)
+        fill(state, 0.0)
         manager.load(state)
-    assert held(model, optimizer) == values(4.0 + dist.get_rank())
+    assert held(state) == [4.0 + dist.get_rank()]
 
 
 @pytest.mark.parametrize("kind", ["sharded", "full"])
@@ -230,35 +187,22 @@ def test_a_group_whose_parameters_are_all_on_another_stage_gets_its_settings(tmp
     assert [group["lr"] for group in live.optimizer.param_groups] == [1.0, 2.0]
 
 
-class Told(nn.Module):
-    """A module with extra state."""
-
-    value: Any = None
-
-    def get_extra_state(self) -> Any:
-        return self.value
-
-    def set_extra_state(self, state: Any) -> None:
-        self.value = state
-
-
 @on_ranks(2)
 def test_state_that_two_stages_have_under_one_name_is_never_lost_silently(tmp_path, kind):
     """Each rank gets its own optimizer state of no parameter back; of extra state, a warning names the part."""
 
     def made(value: int) -> TrainState:
-        told = Told()
-        told.value = value
-        model = nn.ModuleDict({f"stage{dist.get_rank()}": nn.Linear(2, 2), "told": told})
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        optimizer.state["all"] = {"number": value, "tensor": torch.full((3,), float(value))}
-        return TrainState(model=model, optimizer=optimizer, rng=False)
+        torch.manual_seed(0)
+        told = states.WithExtraState(2, 2)
+        told.kept = value
+        state = states.optimized(nn.ModuleDict({f"stage{dist.get_rank()}": nn.Linear(2, 2), "told": told}))
+        state.optimizer.state["all"] = {"number": value, "tensor": torch.full((3,), float(value))}
+        return state
 
-    live = made(9)
+    source, live = made(dist.get_rank()), made(9)
     with logged() as lines:
-        states.load(states.save(tmp_path, made(dist.get_rank()), state_dict_type=kind), live)
-    assert live.optimizer.state["all"]["number"] == dist.get_rank()
-    assert live.optimizer.state["all"]["tensor"].tolist() == [float(dist.get_rank())] * 3
+        states.load(states.save(tmp_path, source, state_dict_type=kind), live)
+    assert states.bits(live.optimizer.state["all"]) == states.bits(source.optimizer.state["all"])
     about = [line for line in lines if "differ" in line]
     if dist.get_rank() == 0:
         parts = [line.partition(" differ")[0] for line in about]
@@ -270,9 +214,8 @@ def test_state_that_two_stages_have_under_one_name_is_never_lost_silently(tmp_pa
 def test_values_of_a_parameter_of_two_stages_are_refused_if_they_differ(tmp_path, kind, differs):
     model = nn.ModuleDict({f"stage{dist.get_rank()}": nn.Linear(2, 2), "tied": nn.Linear(2, 2, bias=False)})
     nn.init.ones_(model["tied"].weight)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer.state[model["tied"].weight] = {"steps": 3 + dist.get_rank() * differs}
-    state = TrainState(model=model, optimizer=optimizer)
+    state = states.optimized(model)
+    state.optimizer.state[model["tied"].weight] = {"steps": 3 + dist.get_rank() * differs}
     said = states.refusal(lambda: states.save(tmp_path, state, state_dict_type=kind))
     assert ("the optimizer states of tied.weight differ between pipeline stages" in said) == differs
     dist.barrier()
@@ -288,14 +231,21 @@ def test_an_extra_value_may_be_named_extra_state(tmp_path, value):
 @pytest.mark.parametrize("sharded", [True, False])
 @on_ranks(2)
 def test_parameters_that_differ_are_refused_by_name(tmp_path, kind, sharded):
-    model, optimizer = made(1.0)
+    state = made(1.0)
+    state.layout = {}
     if not sharded:
-        model.linear = nn.Identity()
-    with CheckpointManager(tmp_path, state_dict_type=kind) as manager, pytest.raises(CkptkitError) as caught:
-        manager.save(1, TrainState(model=model, optimizer=optimizer))
-    assert not list(tmp_path.glob("step*"))
-    assert "model.loose differ between ranks, but are plain (unsharded) parameters" in str(caught.value)
-    assert "norm" not in str(caught.value)
+        state.model.linear = nn.Identity()
+    said = r"(?s)\A(?!.*norm).*model\.loose differ between ranks, but are plain \(unsharded\) parameters"
+    states.check_refused(tmp_path, state, said, error=CkptkitError, state_dict_type=kind)
+
+
+def with_momentum(mesh: DeviceMesh) -> TrainState:
+    """Return the state of a layer under fully_shard, of ones, and its optimizer."""
+    model = nn.Linear(4, 4, bias=False)
+    nn.init.ones_(model.weight)
+    state = states.optimized(fully_shard(model, mesh=mesh), momentum=0.9)
+    state.optimizer.state[model.weight]["momentum_buffer"] = torch.zeros_like(model.weight)
+    return state
 
 
 def dtensor(mesh: DeviceMesh, *placements: Placement, numel: int = 4) -> DTensor:
@@ -306,15 +256,10 @@ def dtensor(mesh: DeviceMesh, *placements: Placement, numel: int = 4) -> DTensor
 @on_ranks(2)
 def test_replicas_of_a_dtensor_that_differ_are_refused_by_name(tmp_path, kind, where):
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "fsdp"))
-    model = nn.Linear(3, 2, bias=False)
-    nn.init.ones_(model.weight)
-    fully_shard(model, mesh=mesh)
-    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
-    momentum = torch.zeros_like(model.weight)
-    optimizer.state[model.weight]["momentum_buffer"] = momentum
-    average = dtensor(mesh, Replicate(), Shard(0))
-    state = TrainState(model=model, optimizer=optimizer, extra={"average": average}, rng=False)
-    tensors = {"model.weight": model.weight, "extra.average": average}
+    state = with_momentum(mesh)
+    weight, momentum = state.model.weight, state.optimizer.state[state.model.weight]["momentum_buffer"]
+    state.extra["average"] = average = dtensor(mesh, Replicate(), Shard(0))
+    tensors = {"model.weight": weight, "extra.average": average}
     with CheckpointManager(tmp_path, state_dict_type=kind) as manager:
         manager.save(1, state)
         with torch.no_grad():
@@ -327,11 +272,8 @@ def test_replicas_of_a_dtensor_that_differ_are_refused_by_name(tmp_path, kind, w
         state.layout = {"weight": "any_replica"}
         manager.save(2, state)
         manager.load(state)
-    loaded = [model.weight, state.optimizer.state[model.weight]["momentum_buffer"]]
-    found = [tensor.to_local().tolist() for tensor in loaded]
-    of_all: list[Any] = [None, None]
-    dist.all_gather_object(of_all, found)
-    assert of_all[0] == of_all[1]  # of one replica
+    loaded = [weight, state.optimizer.state[weight]["momentum_buffer"]]
+    states.on_all([tensor.to_local().tolist() for tensor in loaded])  # of one replica
 
 
 @on_ranks(4)
@@ -360,14 +302,9 @@ def test_a_tensor_is_compared_on_all_ranks_that_have_it(tmp_path):
 def test_dtensors_of_several_meshes_that_differ_are_refused(tmp_path, kind, where):
     """Two meshes of two ranks each have all tensors, without a dimension of the mesh for the two copies."""
     rank, mesh = dist.get_rank(), init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "fsdp"))["fsdp"]
-    model = nn.Linear(4, 4)
-    for parameter in model.parameters():
-        nn.init.ones_(parameter)
-    fully_shard(model, mesh=mesh)
-    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
-    momentum = optimizer.state[model.weight]["momentum_buffer"] = torch.zeros_like(model.weight)
-    state = TrainState(model=model, optimizer=optimizer, rng=False)
-    changed = {"weight": model.weight, "moment": momentum}[where].detach().to_local()
+    state = with_momentum(mesh)
+    weight, momentum = state.model.weight, state.optimizer.state[state.model.weight]["momentum_buffer"]
+    changed = {"weight": weight, "moment": momentum}[where].detach().to_local()
     with CheckpointManager(tmp_path, state_dict_type=kind) as manager:
         manager.save(1, state)
         changed[-1, -1] = rank // 2
@@ -400,16 +337,17 @@ def test_a_rank_that_fails_while_meshes_are_compared_fails_all(tmp_path, monkeyp
         manager.save(1, state)
 
 
-def nearly_equal() -> TrainState:
+def nearly_equal(index: int) -> TrainState:
     """Return a state with a large replica that differs in one element."""
     average = dtensor(init_device_mesh("cpu", (2,)), Replicate(), numel=LARGE)
-    average.to_local()[LARGE // 2] += dist.get_rank()
+    average.to_local()[index] += dist.get_rank()
     return TrainState(extra={"average": average}, rng=False)
 
 
+@pytest.mark.parametrize("index", [0, LARGE // 2, LARGE - 1])
 @on_ranks(2)
-def test_sixteen_saves_compare_each_element_of_a_large_replica(tmp_path):
-    state = nearly_equal()
+def test_sixteen_saves_compare_each_element_of_a_large_replica(tmp_path, index):
+    state = nearly_equal(index)
     with CheckpointManager(tmp_path) as manager:
         said = [states.refusal(lambda step=step: manager.save(step, state)) for step in range(16)]
     assert ["extra.average differ" in text for text in said if text] == [True]
@@ -417,7 +355,7 @@ def test_sixteen_saves_compare_each_element_of_a_large_replica(tmp_path):
 
 @on_ranks(2)
 def test_a_new_manager_compares_other_blocks_of_a_large_replica(tmp_path):
-    state = nearly_equal()
+    state = nearly_equal(LARGE // 2)
     said = (states.refusal(lambda step=step: states.save(tmp_path, state, step)) for step in range(0, 60_000, 1000))
     assert any("extra.average differ" in text for text in said)
 
@@ -433,29 +371,22 @@ def test_equal_replicas_are_saved_after_a_save_with_unequal_steps(tmp_path):
         manager.save(12, state)
 
 
-def test_sixteen_samples_of_a_row_contain_every_byte_once():
-    row = torch.arange((1 << 16) * 16 * 3 + 7)
-    samples = [torch.cat([torch.from_numpy(block) for block in _sampled(row, turn)]) for turn in range(16)]
-    assert torch.equal(torch.cat(samples).sort().values, row)
-    assert max(sample.numel() for sample in samples) < row.numel() // 10
-
-
 @on_ranks(2)
-def test_differing_extra_tensors_are_saved_from_rank_0_with_a_warning(tmp_path, kind):
+def test_differing_extra_values_are_saved_from_rank_0_with_a_warning(tmp_path, kind):
     rank = dist.get_rank()
-    state = TrainState(extra={"average": {"w": torch.full((LARGE,), float(rank))}}, rng=False)
+    extra = {"average": {"w": torch.full((LARGE,), float(rank))}, "loss": float(rank)}
+    state = TrainState(extra=extra, rng=False)
     with logged() as lines:
         states.load(states.save(tmp_path, state, state_dict_type=kind), state)
-    assert state.extra["average"]["w"].unique().tolist() == [0.0]
-    told = [line for line in lines if "extra.average.w differ between ranks" in line and "PerRank" in line]
-    assert told or rank > 0
+    assert state.extra["average"]["w"].unique().tolist() == [state.extra["loss"]] == [0.0]
+    for said in (r"extra\.average\.w differ between ranks.*PerRank", r"extra\.loss differs between ranks"):
+        assert rank > 0 or any(re.search(said, line) for line in lines)
 
 
 @on_ranks(2)
 def test_plain_torch_loads_the_copy_of_the_lowest_rank(tmp_path):
-    model, optimizer = made(1.0)
-    states.save(tmp_path, state_of(model, optimizer))
-    target = {"model": made()[0].state_dict()}
+    states.save(tmp_path, made(1.0))
+    target = {"model": made().model.state_dict()}
     dcp.load(target, checkpoint_id=f"{tmp_path}/step_00000001")
     assert target["model"]["norm.running_mean"].unique().tolist() == [1.0]
 

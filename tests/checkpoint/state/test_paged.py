@@ -41,8 +41,7 @@ def paged(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def step(state: TrainState) -> None:
-    for parameter in state.model.parameters():
-        parameter.grad = torch.randn(parameter.shape)
+    state.model.weight.grad = torch.randn(20, 20)
     optimizer = state.optimizer
     (optimizer if hasattr(optimizer, "step") else optimizer.inner_optimizers[0]).step()
 
