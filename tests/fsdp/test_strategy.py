@@ -506,6 +506,17 @@ def test_rotation_counts_committed_checkpoints_by_step(tmp_path):
 
 
 @on_ranks(2)
+def test_rotation_keeps_the_checkpoint_that_the_job_resumed_from(tmp_path):
+    strategy, model, _, _ = session()
+    for step in (1, 2):
+        strategy.save_ckpt(model, tmp_path, step=step)
+    strategy.load_ckpt(model, tmp_path, which=1)
+    for step in (3, 4):
+        strategy.save_ckpt(model, tmp_path, step=step, max_num=1)
+    assert sorted(path.name for path in tmp_path.glob("step_*")) == ["step_00000001", "step_00000004"]
+
+
+@on_ranks(2)
 def test_a_meta_model_is_loaded_before_it_is_saved(tmp_path):
     parts = strategy, source, optimizer, _ = session()
     train(parts, range(1))
