@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import logging
@@ -318,7 +319,9 @@ class CheckpointManager:
             limit_s, several = timeout_s(BACKGROUND_S), self._coordinator.world_size > 1
             patience = Patience(min(limit_s, self._coordinator.timeout_s / 2) if several else limit_s)
             self._in_flight = SaveHandle(
-                step, lambda: self._reported(prepared, self._saver.publish(prepared), stall), patience
+                prepared.request.step,
+                lambda: self._reported(prepared, self._saver.publish(prepared), stall),
+                patience,
             )
             return self._in_flight.start()
         finally:
@@ -513,6 +516,9 @@ class CheckpointManager:
     def _request(
         self, step: int, metrics: Mapping[str, float] | None, client_state: Any, tag: str | None, overwrite: bool
     ) -> SaveRequest:
+        if not isinstance(step, bool):
+            with contextlib.suppress(TypeError):  # the ranks refuse a wrong step together, in the save
+                step = operator.index(step)  # an integer of numpy or torch becomes an int
         return SaveRequest(
             step=step,
             state_dict_type=self.state_dict_type,

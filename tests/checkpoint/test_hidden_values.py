@@ -196,7 +196,7 @@ def test_plain_quantized_parameters_that_differ_are_refused_unless_declared(tmp_
         load(save(tmp_path, state), other)
         assert bits(other.model) == bits(state.model)
     else:
-        check_refused(tmp_path, state, r"model\.odd::values differ between ranks, but are plain")
+        check_refused(tmp_path, state, r"parameters differ between ranks: model\.odd::values")
 
 
 @on_ranks(2)

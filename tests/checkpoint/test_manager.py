@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import fsspec
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -51,6 +52,19 @@ def test_saving_an_existing_step_or_tag_needs_overwrite(tmp_path, tag, step):
     load(tmp_path, loaded := linear(), tag or 1)
     assert value_of(loaded) == 3
     assert leftovers(tmp_path) == []
+
+
+@pytest.mark.parametrize("integer", [np.int64, torch.tensor])
+def test_a_step_may_be_an_integer_of_numpy_or_torch(tmp_path, integer):
+    with CheckpointManager(tmp_path, on_signal="save") as manager:
+        manager.save(integer(5), linear(1))
+        handle = manager.save_async(integer(7), linear(2))
+        assert (type(handle.step), handle.result().step) == (int, 7)
+        with pytest.raises(UsageError, match="expected an int"):
+            manager.save(np.float64(9), linear(3))
+        manager.delete(integer(5))
+        assert manager.load(linear(), integer(7)).step == 7
+        assert [record.step for record in manager.list()] == [7]
 
 
 # --- what is logged

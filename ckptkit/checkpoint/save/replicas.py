@@ -333,27 +333,27 @@ def refuse_unlike(keys: Collection[str], captured: Captured) -> None:
     unlike = sorted(captured.declared.intersection(keys))
     if unlike:
         raise SaveError(
-            f"{first_few(unlike)} differ between ranks that have the same part according to TrainState(layout=...), so "
-            "only one rank's values would be saved. If these ranks have different parts (experts), declare a Shard "
-            "over their mesh, too; if they should agree, broadcast the values."
+            f"the values of {first_few(unlike)} differ between ranks that have the same part according to "
+            "TrainState(layout=...), so only one rank's values would be saved. If these ranks have different parts "
+            "(experts), declare a Shard over their mesh, too; if they should agree, broadcast the values."
         )
     unlike = sorted(key for key, tensor in captured.tensors(aliases=False) if key in keys and type(tensor) is DTensor)
     if unlike:
         raise SaveError(
-            f"{first_few(unlike)} differ between ranks that have replicas of the same DTensor, so only one rank's "
-            "values would be saved. Replicas diverge if ranks initialize or update them differently: broadcast the "
-            "values after initialization, and reduce the gradients over the replicas. If these ranks have different "
-            "parts (experts), declare it: TrainState(layout={'*.experts.*': ckptkit.Shard(0, mesh=ep)}). If one "
-            "replica is enough, because they differ only by rounding: layout={'NAME': 'any_replica'}. A buffer that "
-            "each rank computes from its own data must be a plain tensor, not a DTensor: then each rank's values are "
-            "saved. In extra, wrap plain tensors that differ in ckptkit.PerRank."
+            f"the values of {first_few(unlike)} differ between ranks that have replicas of the same DTensor, so only "
+            "one rank's values would be saved. Replicas diverge if ranks initialize or update them differently: "
+            "broadcast the values after initialization, and reduce the gradients over the replicas. If these ranks "
+            "have different parts (experts), declare it: TrainState(layout={'*.experts.*': ckptkit.Shard(0, "
+            "mesh=ep)}). If one replica is enough, because they differ only by rounding: layout={'NAME': "
+            "'any_replica'}. A buffer that each rank computes from its own data must be a plain tensor, not a DTensor: "
+            "then each rank's values are saved. In extra, wrap plain tensors that differ in ckptkit.PerRank."
         )
     unlike = sorted(captured.alike.intersection(keys))
     if unlike:
         raise SaveError(
-            f"{first_few(unlike)} differ between ranks, but are plain (unsharded) parameters. If each rank has a part "
-            "of a larger tensor (experts), declare it: TrainState(layout={'*.experts.*': ckptkit.Shard(0, mesh=ep)}). "
-            "If the ranks should agree, broadcast the values after initialization. If each rank is to keep its own: "
+            f"plain (unsharded) parameters differ between ranks: {first_few(unlike)}. If each rank has a part of a "
+            "larger tensor (experts), declare it: TrainState(layout={'*.experts.*': ckptkit.Shard(0, mesh=ep)}). If "
+            "the ranks should agree, broadcast the values after initialization. If each rank is to keep its own: "
             "layout={'NAME': 'per_rank'}."
         )
 
@@ -367,11 +367,11 @@ def warn_of(keys: Collection[str], captured: Captured) -> None:
     extra = sorted(key for key in keys if key in captured.loose and key not in bound)
     other = sorted(keys - {*own, *extra})
     texts = {
-        "%s differ between ranks; one rank's values are saved. To save all, wrap them in ckptkit.PerRank.": extra,
-        "%s differ between ranks: each rank's own values are saved. They load only on the same number of ranks "
-        "with the same shards.": own,
-        "%s are not sharded but differ between ranks: each rank's own values are saved, and restored "
-        "on the same number of ranks. On another number of ranks, all get one rank's values.": other,
+        "The values of %s differ between ranks; one rank's values are saved. To save all, use ckptkit.PerRank.": extra,
+        "The values of %s differ between ranks: each rank's own values are saved. They load only on the same number of "
+        "ranks with the same shards.": own,
+        "Unsharded tensors differ between ranks (%s): each rank's own values are saved, and restored on the "
+        "same number of ranks. On another number of ranks, all get one rank's values.": other,
     }
     for text, found in texts.items():
         if found:

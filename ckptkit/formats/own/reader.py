@@ -246,7 +246,8 @@ def _differing(names: Iterable[str]) -> tuple[str, ...]:
     if not found:
         return ()
     keys = first_few(found, 3)
-    return (f"{keys} differ between ranks: exports, and loads on another number of ranks, get one rank's values",)
+    get = "exports, and loads on another number of ranks, get one rank's values"
+    return (f"the values of {keys} differ between ranks: {get}",)
 
 
 def _json_objects(data: bytes, path: str) -> dict[str, ObjectEntry]:
