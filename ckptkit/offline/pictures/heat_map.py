@@ -10,6 +10,7 @@ from ckptkit.offline.pictures.page import Panel, escaped, label, svg, text
 from ckptkit.units import counted
 
 WIDTH, LEFT, RIGHT, CELL = 1100.0, 150.0, 150.0, 18.0  # RIGHT leaves room for the last column's slanted name
+MAX_ROWS = 180  # with the smallest cells, a grid of this many rows fits on a page
 MAX_CELLS = 1500  # in larger grids, names that differ only in a number, such as an expert's, share a cell
 _LEGEND = {0.0: "equal", 1e-6: "1e-6", 1e-4: "1e-4", 1e-2: "0.01", 1.0: "1 and more", math.inf: "NaN or infinite"}
 _OTHER, _ASIDE = "other state", ("rng.", "extra.")
@@ -68,8 +69,8 @@ def heat_maps(changes: Mapping[str, float]) -> list[Panel]:
         if len(cells) > MAX_CELLS:
             cells = _fold(of_part)
             more += " Numbered modules, such as experts, share a cell." * (len(cells) < len(of_part))
-        if len(cells) > MAX_CELLS:
-            count = math.ceil(len(cells) / MAX_CELLS)
+        rows = len({split_layer(fqn)[0] for fqn in cells})
+        if (count := math.ceil(max(len(cells) / MAX_CELLS, rows / MAX_ROWS))) > 1:
             cells = _fold_layers(cells, count)
             more += f" A row shows {count} consecutive layers, named by the first."
         panels.append(Panel(f"Change by layer: {part}", words + more, _grid(cells), behind=differ if panels else ""))
