@@ -16,6 +16,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn, optim
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from ckptkit import open_checkpoint
@@ -617,6 +618,21 @@ def test_a_scheduler_of_another_class_does_not_fit(tmp_path):
                 continue
             check_misfit(root, state, f"saved from {was}, here it is {now}")
             assert load(root, state, strict=False).missing and bits(state.scheduler) == before
+
+
+@on_ranks(2)
+def test_small_tensors_in_extra_get_the_placement_of_the_live_ones(tmp_path):
+    torch.manual_seed(0)
+    plain, sharded = net(), net()
+    root = save(tmp_path, TrainState(model=net(), extra={"ema": plain, "list": Kept([torch.arange(5.0)])}))
+    mesh = init_device_mesh("cpu", (2,))
+    for layer in sharded.values():
+        fully_shard(layer, mesh=mesh)
+    kept = Kept([distribute_tensor(torch.zeros(5), mesh, [Shard(0)])])
+    load(root, TrainState(model=net(), extra={"ema": sharded, "list": kept}))
+    for name, tensor in sharded.state_dict().items():
+        assert torch.equal(tensor.full_tensor(), plain.state_dict()[name])
+    assert torch.equal(kept.value[0].full_tensor(), torch.arange(5.0))
 
 
 def test_a_model_in_extra_is_compared_before_anything_changes(tmp_path):

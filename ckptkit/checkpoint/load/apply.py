@@ -12,6 +12,7 @@ from ckptkit.checkpoint.load.read import Reading
 from ckptkit.checkpoint.report import LoadReport
 from ckptkit.checkpoint.state.model_tensors import canonical_modules
 from ckptkit.checkpoint.state.optimizer.equal import same_tensors
+from ckptkit.checkpoint.state.optimizer.layout import fill_from_whole
 from ckptkit.checkpoint.state.optimizer.restore import apply_state
 from ckptkit.checkpoint.state.rng import check_rng, reseed, restore_rng, shared_stream
 from ckptkit.checkpoint.state.train_state import PerRank, TrainState, is_stateful
@@ -153,6 +154,8 @@ def _apply_object(state: TrainState, target: ObjectTarget, value: Any) -> None:
     import torch
 
     item = target.item.value if isinstance(target.item, PerRank) else target.item
+    if target.kind == "extra" and is_stateful(item) and not isinstance(target.item, PerRank):
+        value = _placed_as(item.state_dict(), value)
     if target.kind == "model":
         _apply_extra_state(target.item, value)
     elif target.kind == "extra" and isinstance(item, torch.nn.Module):
@@ -167,6 +170,26 @@ def _apply_object(state: TrainState, target: ObjectTarget, value: Any) -> None:
     else:
         name = target.key.removeprefix("extra.")
         state.extra[name] = PerRank(value) if isinstance(target.item, PerRank) else value
+
+
+def _placed_as(live: Any, value: Any) -> Any:
+    """Return a saved state in which each plain tensor becomes a DTensor if the same tensor of `live` is one.
+
+    Large tensors were read into DTensors. Small ones that were saved as plain tensors came from `objects.json`.
+    """
+    import torch
+    from torch.distributed.tensor import DTensor
+
+    if isinstance(live, Mapping) and isinstance(value, dict):
+        for key in value.keys() & live.keys():
+            value[key] = _placed_as(live[key], value[key])
+    elif isinstance(live, (list, tuple)) and type(value) is type(live) and len(value) == len(live):
+        return type(value)(map(_placed_as, live, value)) if type(value) in (list, tuple) else value
+    elif isinstance(live, DTensor) and type(value) in (torch.Tensor, torch.nn.Parameter) and value.shape == live.shape:
+        made = torch.empty_like(live, dtype=value.dtype, requires_grad=False)
+        fill_from_whole(made, value.detach())
+        return torch.nn.Parameter(made, value.requires_grad) if isinstance(value, torch.nn.Parameter) else made
+    return value
 
 
 def _apply_extra_state(module: torch.nn.Module, values: Mapping[str, Any]) -> None:

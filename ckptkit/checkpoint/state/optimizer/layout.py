@@ -165,6 +165,12 @@ def placed_whole(parameters: Iterable[torch.Tensor], held: Held | None, whole: t
     made: torch.Tensor | None = held_by_any(parameters, held, whole.dtype, tuple(whole.shape))
     if made is None:
         return whole
+    fill_from_whole(made, whole)
+    return made
+
+
+def fill_from_whole(made: torch.Tensor, whole: torch.Tensor) -> None:
+    """Copy this rank's part of `whole` into the DTensor `made`. Does not communicate."""
     local = local_part(made)
     for part in parts_here(made, local)[1]:
         ranges = [
@@ -172,7 +178,6 @@ def placed_whole(parameters: Iterable[torch.Tensor], held: Held | None, whole: t
             for offsets in (part.local_offsets, part.box.offsets)
         ]
         local[ranges[0]] = whole[ranges[1]]
-    return made
 
 
 def new_placed(parameter: Any, placements: list[Any], dtype: torch.dtype, shape: tuple[int, ...]) -> DTensor:
