@@ -620,6 +620,30 @@ def test_a_scheduler_of_another_class_does_not_fit(tmp_path):
             assert load(root, state, strict=False).missing and bits(state.scheduler) == before
 
 
+def test_filters_also_select_extra_states(tmp_path):
+    class Counter(nn.Module):
+        count = 0
+
+        def get_extra_state(self) -> int:
+            return self.count
+
+        def set_extra_state(self, state: int) -> None:
+            self.count = state
+
+    def state(count: int) -> TrainState:
+        model = nn.ModuleDict({name: Counter() for name in ("base", "lora")} | {"up": nn.Linear(2, 2)})
+        model["base"].count = model["lora"].count = count
+        return TrainState(model=model, rng=False)
+
+    root = save(tmp_path, state(7))
+    for options, expected in (({"exclude": ["up.*"]}, (7, 7)), ({"include": ["base.*"]}, (7, 1))):
+        live = state(1)
+        report = load(root, live, **options)
+        assert (live.model["base"].count, live.model["lora"].count) == expected
+        left = [name for name in report.skipped if name.startswith("model.extra_state.")]
+        assert left == ["model.extra_state.lora._extra_state"] * (expected != (7, 7))
+
+
 @on_ranks(2)
 def test_small_tensors_in_extra_get_the_placement_of_the_live_ones(tmp_path):
     torch.manual_seed(0)

@@ -43,7 +43,9 @@ def plan_weights(load: Planning) -> None:
         live = dict(tensors)
         if not chosen.takes_all:
             outers = {fqn: outer_name(fqn, load.recipes, f"{key}.") for fqn in saved}
-            names.update(tensors, (outer_name(f.removeprefix(prefix), load.recipes, f"{key}.") for f in weights))
+            names.update(
+                tensors, extra_state, (outer_name(f.removeprefix(prefix), load.recipes, f"{key}.") for f in weights)
+            )
             live = {fqn: tensor for fqn, tensor in tensors.items() if chosen(fqn)}
             saved = {fqn: entry for fqn, entry in saved.items() if chosen(outers[fqn])}
             left = [f"{key}.{fqn}" for fqn in outers if fqn not in saved]
@@ -60,8 +62,7 @@ def plan_weights(load: Planning) -> None:
             live = {fqn: tensor for fqn, tensor in live.items() if fqn not in hidden}
             saved = {fqn: entry for fqn, entry in saved.items() if fqn not in hidden}
         _model(load, key, prefix, live, saved, tables.get(key, {}), declared)
-        if chosen.takes_all:
-            _extra_state(load, f"{key}.extra_state", module, extra_state)
+        _extra_state(load, f"{key}.extra_state", module, extra_state, chosen)
     if load.state.layout:
         load.plan.globs.update(matches(load.state.layout, fqns))
     idle = [] if chosen.takes_all else chosen.idle(names)
@@ -107,12 +108,18 @@ def _parts(
     )
 
 
-def _extra_state(load: Planning, key: str, module: torch.nn.Module, live: Collection[str]) -> None:
+def _extra_state(load: Planning, key: str, module: torch.nn.Module, live: Collection[str], chosen: KeyFilter) -> None:
     """Plan how to restore the extra state of modules (see `get_extra_state` in torch).
 
-    Compares live and saved state module by module.
+    Compares live and saved state module by module. `chosen` selects it by its names in `state_dict`.
     """
     tree = load.objects.get(key, {})
+    if not chosen.takes_all:
+        live = [name for name in live if chosen(name)]
+    if not chosen.takes_all and isinstance(tree, dict):
+        left = [f"{key}.{name}" for name in tree if not chosen(name)]
+        load.plan.skipped.update(dict.fromkeys(left, "not included"))
+        tree = {name: value for name, value in tree.items() if chosen(name)}
     if load.foreign:
         if live:
             text = "values are left unchanged: ckptkit restores only those that it saved"
