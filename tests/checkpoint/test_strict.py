@@ -620,6 +620,33 @@ def test_a_scheduler_of_another_class_does_not_fit(tmp_path):
             assert load(root, state, strict=False).missing and bits(state.scheduler) == before
 
 
+@pytest.mark.parametrize("options", [{}, {"atomic": True}], ids=["in_place", "atomic"])
+@pytest.mark.parametrize("optimizer", [optim.AdamW, optim.Adafactor, functools.partial(optim.SGD, momentum=0.9)])
+@pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)])
+def test_a_cast_model_is_trained_further_with_states_of_its_dtype(tmp_path, dtypes, optimizer, options):
+    source, state = (trained(model, optimizer(model.parameters())) for model in (net().to(one) for one in dtypes))
+    for live in (
+        state,
+        TrainState(model=state.model, optimizer=optimizer(state.model.parameters()), extra={"epoch": 0}),
+    ):
+        load(save(tmp_path / str(id(live)), source), live, convert_dtype=True, **options)
+        pairs = zip(live.model.parameters(), source.model.parameters(), strict=True)
+        for mine, theirs in pairs:
+            found, saved = live.optimizer.state[mine], source.optimizer.state[theirs]
+            assert found.keys() == saved.keys()
+            cast = {name: value if name == "step" else value.to(dtypes[1]) for name, value in saved.items()}
+            assert bits(dict(found)) == bits(cast)
+        trained(live.model, live.optimizer)
+
+
+def test_states_of_another_dtype_than_their_weight_are_not_cast(tmp_path):
+    source = low(1e-3)
+    model = net()
+    state = TrainState(model=model, optimizer=optim.AdamW(model.parameters()), extra={"epoch": 0})
+    load(save(tmp_path, source), state, convert_dtype=True, strict=False)
+    assert all(value.dtype == torch.float32 for found in state.optimizer.state.values() for value in found.values())
+
+
 def test_filters_also_select_extra_states(tmp_path):
     class Counter(nn.Module):
         count = 0

@@ -63,6 +63,7 @@ class OptimizerPlan:
     )  # parameters that the checkpoint's optimizer lacks; they keep their state
     live: dict[str, dict[str, Any]] = field(default_factory=dict)  # live values; tensor subclasses as their parts
     wholes: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)  # tensor subclasses to fill
+    casts: dict[tuple[str, str], torch.dtype] = field(default_factory=dict)  # live dtypes, by FQN and state name
     skip: bool = False  # whether to restore only master weights, which must follow the weights
     shards: dict[str, tuple[Shard, ...]] = field(default_factory=dict)  # declared by the layout, by FQN
     joined: set[tuple[str, str]] = field(default_factory=set)  # tensors in `live` that are parts of global ones

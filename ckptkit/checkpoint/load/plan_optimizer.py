@@ -140,6 +140,8 @@ def _optimizer(load: Planning, plan: OptimizerPlan, names: Mapping[int, str]) ->
         found.add("missing", plan.key, _lacking_states(plan))
     weights = load.entries(Role.MODEL)
     _check_states(plan, weights, found)
+    if load.options.convert_dtype:
+        _cast_states(load, plan, {**weights, **{fqn: masters[fqn] for fqn in load.from_masters if fqn in masters}})
     return _plan_masters(plan, masters, weights, found)
 
 
@@ -325,6 +327,34 @@ def _check_states(plan: OptimizerPlan, weights: Mapping[str, TensorEntry], found
             if shape != entry.shape:
                 text = f"{fqn}.{name} ({list(entry.shape)} in the checkpoint, expected {list(shape)})"
                 found.add("shapes", plan.key, [text])
+
+
+def _cast_states(load: Planning, plan: OptimizerPlan, weights: Mapping[str, TensorEntry]) -> None:
+    """Plan casts of the states that have the dtype of a saved weight which is cast, because an optimizer combines both.
+
+    `weights`: the tensors from which the load reads the weights, by FQN.
+
+    Such a state gets the dtype of the live state or, like in torch's `load_state_dict`, of the live parameter. Other
+    states keep their dtype, such as the fp32 moments of a bf16 weight. So do step counts, and the states of optimizers
+    with master weights.
+    """
+    import torch
+
+    if plan.master_name is not None or keeps_parts(plan.optimizer):
+        return
+    for fqn, entries in plan.states.items():
+        parameter, weight = plan.parameters[fqn], weights.get(fqn)
+        if weight is None or weight.dtype == dtype_name(parameter.dtype) or not parameter.is_floating_point():
+            continue
+        for name, entry in entries.items():
+            outer = outer_name(name, load.recipes, f"{plan.key}.state.{fqn}.")
+            if name != "step" and outer == name and entry.dtype == weight.dtype:
+                live = plan.live[fqn].get(name)
+                wanted = live.dtype if isinstance(live, torch.Tensor) else parameter.dtype
+                if dtype_name(wanted) != entry.dtype:
+                    plan.casts[fqn, name] = wanted
+    if plan.casts:
+        plan.groups.notes.append(f"{plan.key}: {len(plan.casts)} states were cast, like the weights they belong to.")
 
 
 def _lacking_states(plan: OptimizerPlan) -> list[str]:

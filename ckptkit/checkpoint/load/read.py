@@ -184,9 +184,9 @@ class Reading:
                     saved_as = f"{plan.key}.state.{fqn}.{name}"
                     held, order = plan.held.get(saved_as), plan.orders.get(saved_as)
                 kept: Any = live.get(name)
-                dtype = getattr(torch, entry.dtype)
+                dtype = plan.casts.get((fqn, name)) or getattr(torch, entry.dtype)
                 shape = tuple(parameter.shape) if shards else entry.shape
-                alike = self._has_form(kept, entry, shape, parameter, place, held, order)
+                alike = self._has_form(kept, entry, dtype, shape, parameter, place, held, order)
                 if alike and self._stays(kept):
                     local, found = without_subclass(local_part(kept)).detach(), parts
                     special = self._shares(kept) or is_paged(kept)
@@ -215,6 +215,7 @@ class Reading:
         self,
         kept: Any,
         entry: TensorEntry,
+        dtype: torch.dtype,
         shape: tuple[int, ...],
         parameter: torch.Tensor,
         place: tuple[Any, ...],
@@ -228,14 +229,14 @@ class Reading:
         other states, its shape may differ from the parameter's.
 
         Args:
-            shape: The shape of the state.
+            dtype, shape: Those of the state after the load.
             place: The placement of the parameter; see `_placement`.
             held, order: The form in which the state was saved; see `OptimizerTree`.
         """
         import torch
         from torch.distributed.tensor import DTensor
 
-        if type(kept) not in (torch.Tensor, DTensor) or kept.dtype is not getattr(torch, entry.dtype):
+        if type(kept) not in (torch.Tensor, DTensor) or kept.dtype is not dtype:
             return False
         if kept.is_meta or kept.requires_grad or id(kept) in self._apart:
             return False
