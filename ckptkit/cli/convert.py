@@ -77,9 +77,8 @@ def export_options(function: F, *, weights: str = "--weights") -> F:
         _names("--strip-prefix", metavar="P", help="Remove this prefix from every name."),
         _files(
             "--max-shard-size",
-            show_default="5GB",
             metavar="SIZE",
-            help="Maximum size of one file (--to hf). A larger tensor gets its own file.",
+            help="Maximum size of one file (--to hf). A larger tensor gets its own file. Default: 5GB.",
         ),
         _files("--world-size", type=Count(1), metavar="N", help="Number of ranks to write for (--to dcp, --to local)."),
         _files("--sha256", is_flag=True, help="Write SHA256SUMS next to the files (--to hf)."),
