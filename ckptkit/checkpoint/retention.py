@@ -162,10 +162,10 @@ def decide(
     ]
 
 
-def warn_of_excess(decisions: Sequence[Decision], policy: RetentionPolicy) -> None:
+def warn_of_excess(decisions: Sequence[Decision], policy: RetentionPolicy | None) -> None:
     """Log a warning if the checkpoints that are kept exceed `max_mem`."""
     kept = [item for item in decisions if item.keep]
-    total, limit = sum(item.nbytes for item in kept), policy.max_mem
+    total, limit = sum(item.nbytes for item in kept), policy.max_mem if policy is not None else None
     if limit is not None and total > int(limit):
         logger.warning(
             "%s are kept, more than max_mem=%s, because %s exempt from the limit (%s). Set max_mem to several times "

@@ -21,7 +21,7 @@ from ckptkit.cli.outcome import interrupted_words, outcome_options, prints
 @click.command("copy", cls=GroupedCommand)
 @click.argument("src")
 @click.argument("dst")
-@grouped("What")("--all-files", is_flag=True, help="Also copy files that no commit record names.")
+@grouped("What")("--all-files", is_flag=True, help="Also copy files that are not in a commit record.")
 @allow_pickle("What")
 @outcome_options
 @storage_options_of_both

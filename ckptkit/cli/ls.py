@@ -33,8 +33,8 @@ def command(root: str, *, every: bool, as_json: bool, html: str | None, **option
     """List the checkpoints of the run at ROOT: step, age, size, type, ranks and metrics. For each checkpoint, show
     whether rotation would keep it or delete it, and why.
 
-    Uses the policy that the run recorded. Limits given here override the recorded limits. With --quiet, prints only
-    names.
+    Uses the policy that the run recorded. Any --max-... or --keep-... option replaces all recorded limits. With
+    --quiet, prints only names.
     """
     from ckptkit.offline.listing import list_run
 

@@ -23,7 +23,7 @@ def command(root: str, *, dry_run: bool, as_json: bool, **options: Any) -> None:
     """Delete the checkpoints of the run at ROOT that its policy does not keep. Also delete the files of killed saves.
 
     Never deletes the newest checkpoint, a pinned checkpoint, or files that ckptkit did not write.
-    Uses the policy that the run recorded. Limits given here override the recorded limits.
+    Uses the policy that the run recorded. Any --max-... or --keep-... option replaces all recorded limits.
     """
     from ckptkit.offline.prune import prune
 

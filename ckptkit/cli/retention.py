@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from ckptkit.cli.options import Count
+from ckptkit.errors import UsageError
 
 if TYPE_CHECKING:
     from ckptkit.checkpoint.retention import RetentionPolicy
@@ -39,7 +40,7 @@ _OPTIONS = [
         is_flag=True,
         flag_value=False,
         default=True,
-        help="If limits are given, ignore the --keep-... rules that the run recorded.",
+        help="Ignore the --keep-... rules that the run recorded. Only with another of these options.",
     ),
 ]
 
@@ -55,14 +56,15 @@ def take_policy(options: dict[str, Any]) -> RetentionPolicy | None:
     """Remove the retention options from a command's options. Return them as a policy, or None if none was given.
 
     Raises:
-        UsageError: A value is invalid.
+        UsageError: A value is invalid, or only --forget-recorded was given.
     """
     names = ("max_num", "max_mem", "keep_every", "keep_daily", "keep_best")
     stated = {name: value for name in names if (value := options.pop(name)) is not None}
     if not stated:
+        if not options["recorded"]:
+            raise UsageError("--forget-recorded alone is no policy. Add one, for example --max-num 3.")
         return None
     from ckptkit.checkpoint.retention import RetentionPolicy
-    from ckptkit.errors import UsageError
 
     if "keep_best" in stated:
         parts = stated["keep_best"].split(":")

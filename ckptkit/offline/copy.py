@@ -206,7 +206,7 @@ def copy(
     Args:
         dst: The directory of the copy. For a single file, the new file or its directory. For a run, the new run's root.
             A directory named after a step, such as step_00001000, must be a copy of that step.
-        all_files: Also copy files that are not listed in the commit record.
+        all_files: Also copy files of a checkpoint's directory that its commit record does not name.
         allow_pickle: The same as in `convert`.
         check: Compare the source's recorded digests while reading.
         verify: Read the copy back and compare it with the source.
@@ -343,7 +343,7 @@ def _contents(source: Source, src: str, dst: str, how: How, *, all_files: bool) 
         stated = CommitRecord.from_json(record, file=f"{source.url}/{RECORD_NAME}")
         others = unnamed_files(store, "", stated)
         sizes = {path: catalog.info.files[path] for path in named_paths(stated)}
-        left = dict.fromkeys(others, "the commit record does not name them; --all-files copies them")
+        left = dict.fromkeys(others, "not in the commit record; copied only with --all-files")
         if all_files:
             more, left = _readable(snapshot(store), others)
             sizes |= more

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptkit.arguments import Location, location, wrong
-from ckptkit.checkpoint.retention import Decision, RetentionPolicy
+from ckptkit.checkpoint.retention import Decision, RetentionPolicy, warn_of_excess
 from ckptkit.checkpoint.run.address import resolve_url
 from ckptkit.checkpoint.run.delete import plan_rotation
 from ckptkit.checkpoint.run.inventory import Attempt, Committed, Inventory, check_metric, list_checkpoints
@@ -108,6 +108,7 @@ def list_run(
     if not (inventory.committed or inventory.in_progress or inventory.abandoned or inventory.skipped):
         raise CheckpointNotFoundError(nothing_of_ours(url, inventory, root, storage_options=storage_options))
     ahead = look_ahead(root, view, inventory, policy, recorded=recorded)
+    warn_of_excess(ahead.decisions, ahead.policy)
     gaps, last = {}, 0  # how many saves are missing between each checkpoint and the previous one that still exists
     for saved in sorted(inventory.committed, key=lambda item: item.record.sequence):
         gaps[saved.name] = max(0, saved.record.sequence - last - 1)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ckptkit.checkpoint.retention import Decision, RetentionPolicy
+from ckptkit.checkpoint.retention import Decision, RetentionPolicy, warn_of_excess
 from ckptkit.checkpoint.run.commit import clean_leftovers
 from ckptkit.checkpoint.run.delete import rotate
 from ckptkit.checkpoint.run.inventory import list_checkpoints
@@ -83,6 +83,7 @@ def prune(
     if ahead.policy is None and not inventory.abandoned:
         raise UsageError(f"{url} has no recorded policy to apply. Give one, for example --max-num 3.")
     if dry_run:
+        warn_of_excess(ahead.decisions, ahead.policy)
         kept = tuple(f"{name}/{path}" for name, paths in ahead.kept_files.items() for path in paths)
         left = tuple(clean_leftovers(root, dry_run=True, inventory=inventory))
         failed = {}

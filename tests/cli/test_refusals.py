@@ -33,6 +33,7 @@ REFUSED: dict[str, tuple[int, str, str]] = {  # the rule: exit code, command lin
     "a prefix that selects nothing": (2, "convert {dcp} out --strip-prefix net", "starts with 'net.'"),
     "a page of a reshard needs --html": (2, "inspect {root} --after {root}/100", "--html"),
     "a storage option is a pair": (2, "ls {root} --storage-option key", "--storage-option takes KEY=VALUE"),
+    "forgetting the recorded rules is no policy": (2, "prune {root} --forget-recorded", "--max-num 3"),
     "a pin has a reason": (2, "pin {root}/300 --why ' '", "give a reason"),
     "a protocol has two slashes": (2, "inspect s3:/bucket/run", "Did you mean s3://bucket/run?"),
     "a metric exists": (2, "inspect {root}/best:acc:max", "Existing metrics: loss."),

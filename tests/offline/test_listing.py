@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,15 @@ def test_limits_are_not_applied_to_a_run_with_an_unknown_policy(tmp_path, monkey
         prune(str(tmp_path))
     assert list_run(str(tmp_path)).policy is None
     assert prune(str(tmp_path), policy=RetentionPolicy(max_num=1), recorded=False, dry_run=True).deleted == ()
+
+
+def test_a_limit_that_the_kept_checkpoints_exceed_is_reported_once(tmp_path, caplog):
+    save(tmp_path, 1, 2)
+    tight = RetentionPolicy(max_mem=1)
+    for look in (list_run, partial(prune, dry_run=True), prune):
+        caplog.clear()
+        look(str(tmp_path), policy=tight)
+        assert caplog.text.count("more than max_mem") == 1
 
 
 def test_a_run_that_begins_with_a_reshard_counts_no_absent_saves(tmp_path):

@@ -54,9 +54,7 @@ def plan_rotation(
     keep = dict(protected or {})
     for pin in list_pins(root):
         keep[pin.name] = f"{keep[pin.name]}; {pin.reason}" if pin.name in keep else pin.reason
-    decisions = decide([item.record for item in inventory.committed], policy, protected=keep)
-    warn_of_excess(decisions, policy)
-    return decisions
+    return decide([item.record for item in inventory.committed], policy, protected=keep)
 
 
 @patient()
@@ -89,6 +87,7 @@ def rotate(
     if among is not None:
         inventory = replace(inventory, committed=tuple(item for item in inventory.committed if among(item.record)))
     decisions = plan_rotation(inventory, root, policy, protected=protected)
+    warn_of_excess(decisions, policy)
     deleted, failed = [], {}
     kept: list[str] = []
     for decision in decisions:
