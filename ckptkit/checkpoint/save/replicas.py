@@ -27,7 +27,7 @@ from ckptkit.digests import digest_of, hash_of, signature_of
 from ckptkit.errors import CorruptCheckpointError, SaveError
 from ckptkit.formats.dcp.host_bytes import local_part, row_major
 from ckptkit.formats.trainers.shards import mesh_coordinate
-from ckptkit.units import first_few
+from ckptkit.units import counted, first_few
 
 if TYPE_CHECKING:
     import torch
@@ -415,8 +415,8 @@ def own_copies(catalog: Catalog, objects: Mapping[str, Any], *, rank: int, world
     found = OwnCopies(catalog, dict(objects), bound=list(dict.fromkeys(names)), ranks=len(saved))
     if set(saved) != {str(number) for number in range(world_size)}:
         note = (
-            f"{first_few(keys)} differed between the {len(saved)} ranks that saved them; with {world_size} "
-            "ranks now, all get one rank's values"
+            f"{first_few(keys)} differed between the {len(saved)} ranks that saved them; with "
+            f"{counted(world_size, 'rank')} now, all get one rank's values"
         )
         return replace(found, note=note if keys else "", fits=False)
     found.mine.update(_parameters(saved[str(rank)]))
