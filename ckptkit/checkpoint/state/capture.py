@@ -135,7 +135,9 @@ def capture(state: TrainState, *, rank: int = 0, step: int | None = None) -> Cap
         plain = {k: outer_name(k, recipes, f"{key}.") for k, v in tensors.items() if not isinstance(v, DTensor)}
         alike = (k for k, fqn in plain.items() if isinstance(live_models[key][fqn], Parameter))
         captured.alike.update(
-            f"{key}.{k}" for k in alike if not is_declared(state.layout, _fqn(key, plain[k]), "per_rank")
+            f"{key}.{k}"
+            for k in alike
+            if not (state.layout and is_declared(state.layout, _fqn(key, plain[k]), "per_rank"))
         )
         tensors.update({k: without_subclass(tensors[k]) for k in plain})  # the live tensors keep their class
     _capture_objects(captured, state, rank)
@@ -176,7 +178,8 @@ def _fqn(section: str, name: str) -> str:
 
 def _by_fqn(models: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """Return the tensors of all models by FQN. `models`: the models' tensors, by section and name."""
-    return {_fqn(key, name): tensor for key, tensors in models.items() for name, tensor in tensors.items()}
+    prefixes = {key: _fqn(key, "") for key in models if key != "model"}
+    return {prefixes.get(key, "") + name: tensor for key, own in models.items() for name, tensor in own.items()}
 
 
 def joined_weights(name: str, live: Mapping[str, torch.Tensor], layout: Layout) -> dict[str, torch.Tensor]:
