@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Set
 from dataclasses import replace
 from typing import Any
 
@@ -17,11 +17,16 @@ _FRONT = re.compile(r"(?:.*?[._])??(?:ema|model_ema|ema_model|ema_weights|(?:mod
 _WRAPPERS = 3  # maximum number of name components between the prefix and the model's names: "module.", "shadow."
 
 
-def averaged(catalog: Catalog, prefix: str = "") -> tuple[dict[str, TensorEntry], tuple[str, ...]]:
+def averaged(
+    catalog: Catalog, prefix: str = "", models: Collection[str] = ()
+) -> tuple[dict[str, TensorEntry], tuple[str, ...]]:
     """Return the averaged weights, keyed by FQN, and notes for the user.
 
     Tensors without an average (integers, buffers, frozen parameters) come from the model. If there are several models,
     this is the one whose names start with `prefix`.
+
+    Args:
+        models: The names of the models, each with a dot.
 
     Raises:
         CheckpointNotFoundError: There is no EMA.
@@ -47,17 +52,31 @@ def averaged(catalog: Catalog, prefix: str = "") -> tuple[dict[str, TensorEntry]
             "Export one of them with --strip-prefix."
         )
     front, found = next(iter(groups.items()))
-    own = {name: entry for name, entry in model.items() if not _FRONT.match(entry.name)}
-    own = {name: entry for name, entry in own.items() if prefix and name.startswith(f"{prefix}.")} or own
-    return _named(catalog, front, found, own)
+    every = {name: entry for name, entry in model.items() if not _FRONT.match(entry.name)}
+    dotted = f"{prefix.removesuffix('.')}."
+    own = {name: entry for name, entry in every.items() if name.startswith(dotted)} or every
+    tops = {name.partition(".")[0] for name in every}
+    others = {name[:-1] for name in models if own is not every and not dotted.startswith(name)} & tops
+    if others.intersection(re.split(r"[._]", front.removeprefix("extra.").removeprefix("model_"))):
+        raise CheckpointMismatchError(f"--weights ema: {front!r} is the average of another model than {prefix!r}.")
+    return _named(catalog, front, found, own, every, others)
 
 
 def _named(
-    catalog: Catalog, front: str, found: Mapping[str, TensorEntry], model: Mapping[str, TensorEntry]
+    catalog: Catalog,
+    front: str,
+    found: Mapping[str, TensorEntry],
+    model: Mapping[str, TensorEntry],
+    every: Mapping[str, TensorEntry],
+    others: Set[str],
 ) -> tuple[dict[str, TensorEntry], tuple[str, ...]]:
     """Return the averages whose keys start with `front`, under the model's names.
 
     Missing tensors are taken from the model.
+
+    Args:
+        every: The tensors of all models.
+        others: The names of the other models.
     """
     if all(name.rpartition(".")[2].isdecimal() for name in found):
         raise UnsupportedFormatError(
@@ -65,16 +84,19 @@ def _named(
             "the same weights with names: in a file ending in -EMA, or a folder ending in _ema."
         )
     names, most = {name: name for name in found}, 0
-    for known in _variants(model):
-        for count in range(_WRAPPERS + 1):
-            tried = {name: known[short] for name in found if (short := ".".join(name.split(".")[count:])) in known}
-            if len(tried) > most:
-                names, most = tried, len(tried)
+    for known in _variants(every, model):
         joined = {name.replace(".", ""): name for name in known}  # LitEma removes the dots from names
-        tried = {name: known[joined[name]] for name in found if name in joined}
-        if len(tried) > most:
-            names, most = tried, len(tried)
-    if model and not most:
+        candidates = [{name: known[joined[name]] for name in found if name in joined}]
+        for count in range(_WRAPPERS + 1):
+            split = {name: name.split(".") for name in found}
+            short = {name: ".".join(parts[count:]) for name, parts in split.items() if others.isdisjoint(parts[:count])}
+            candidates.append({name: known[rest] for name, rest in short.items() if rest in known})
+        for tried in candidates:
+            if len(tried) > most and len(set(tried.values())) == len(tried):
+                names, most = tried, len(tried)
+    if model:
+        names = {name: target for name, target in names.items() if target in model}
+    if model and not names:
         raise CheckpointMismatchError(
             f"--weights ema: none of the names under {front!r} is in the model: {first_few(list(found), 3)}. Is "
             "it the average of another model?"
@@ -106,11 +128,11 @@ def _named(
     return ordered, tuple(notes)
 
 
-def _variants(model: Mapping[str, TensorEntry]) -> list[dict[str, str]]:
-    """Return mappings from an EMA's possible names (FQNs, or FQNs without their first component) to FQNs."""
-    whole = {name: name for name in model}
+def _variants(every: Mapping[str, TensorEntry], model: Mapping[str, TensorEntry]) -> list[dict[str, str]]:
+    """Return mappings from an EMA's possible names (FQNs, or a model's FQNs without their first component) to FQNs."""
+    whole = {name: name for name in every}
     inner = {name.partition(".")[2]: name for name in model}
-    return [whole, inner] if len(inner) == len(whole) else [whole]
+    return [whole, inner] if len(inner) == len(model) else [whole]
 
 
 def _inline_names(tree: Any, name: str = "") -> Iterator[str]:

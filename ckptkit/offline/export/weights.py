@@ -293,7 +293,7 @@ def choose_weights(
     if weights == "ema":
         from ckptkit.offline.export.ema import averaged
 
-        entries, said = averaged(catalog, prefix)
+        entries, said = averaged(catalog, prefix, prefixes_of_models(list(catalog.by_role(Role.MODEL).values())))
         return Weights(entries, "ema", said)
     model = catalog.by_role(Role.MODEL)
     if weights == "model" or (weights == "auto" and model and not _rounded(catalog, dtype)):

@@ -51,6 +51,34 @@ def test_the_average_of_one_of_several_models_is_exported(tmp_path):
     assert_same(found.tensors, state.extra["ema"].module.state_dict())
 
 
+@pytest.mark.parametrize("picked", ["actor", "critic"])
+def test_among_averages_of_several_models_that_of_the_picked_model_is_exported(tmp_path, picked):
+    models = {name: torch.nn.Sequential(torch.nn.Linear(64, 32)) for name in ("actor", "critic")}
+    averages = {name: average(net).module.state_dict() for name, net in models.items()}
+    ema = {f"{name}.{key}": tensor for name, found in averages.items() for key, tensor in found.items()}
+    save(tmp_path / "run", TrainState(model=models, extra={"ema": ema}))
+    found = converted(tmp_path / "run", tmp_path / "out", weights="ema", strip_prefix=picked)
+    assert_same(found.tensors, averages[picked])
+
+
+@pytest.mark.parametrize("form", ["actor.", "actor.module."])
+@pytest.mark.parametrize("key", ["ema", "actor_ema"])
+def test_the_average_of_another_model_than_the_picked_one_is_refused(tmp_path, form, key):
+    models = {name: torch.nn.Sequential(torch.nn.Linear(64, 32)) for name in ("actor", "critic")}
+    ema = {f"{form}{name}": tensor for name, tensor in models["actor"].state_dict().items()}
+    save(tmp_path / "run", TrainState(model=models, extra={key: ema}))
+    with pytest.raises(CheckpointMismatchError, match="another model"):
+        converted(tmp_path / "run", tmp_path / "out", weights="ema", strip_prefix="critic")
+
+
+def test_the_average_of_one_of_two_equal_submodules_is_exported(tmp_path):
+    net = torch.nn.ModuleDict({name: torch.nn.Linear(64, 32) for name in ("encoder", "decoder")})
+    ema = average(net)
+    save(tmp_path / "run", TrainState(model=net, extra={"ema": ema}))
+    found = converted(tmp_path / "run", tmp_path / "out", weights="ema", strip_prefix="encoder.")
+    assert_same(found.tensors, ema.module["encoder"].state_dict())
+
+
 def test_averages_stored_as_plain_values_are_refused_by_name(tmp_path):
     net = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.Linear(32, 1))
     nested = {"0": net[0].state_dict(), "1": net[1].state_dict()}  # "1" has no large tensor
