@@ -49,6 +49,7 @@ _OF_RANKS = ("rank-files", "verl", "lightrft", "accelerate")  # formats with one
 _ANY_CLASS = ReadOptions(allow_pickle=True)  # training_args.bin contains an instance of transformers' class
 _MAX_OTHERS = 8  # how many files are opened to find out whether they contain tensors
 _SAMPLES = 8
+_DIGITS = re.compile(r"\d+")
 # PEFT's files, or the base model's, omit these parts of a PEFT model's names.
 _ADAPTER = re.compile(
     r"(?<=\.)modules_to_save\.[^.]+\."
@@ -283,14 +284,14 @@ def _as_torch(array: np.ndarray[Any, Any] | TensorValue) -> torch.Tensor:
 
 def aligned(catalog: Catalog, state: TrainState) -> tuple[Callable[[str], str], list[str]]:
     """Return a function that maps FQNs in the checkpoint to FQNs in the live models, and notes for the report."""
-    live = live_tensors(state).keys()
+    adapted = _adapter_names(live_tensors(state))
+    live = live_tensors(state).keys() | adapted.keys()
     saved = {entry.fqn for entry in catalog.by_role(Role.MODEL).values()}
     best, hits = ("", ""), len(saved & live)  # best: (removed prefix, added prefix)
     candidates: set[tuple[str, str]] = set()
-    # Try long names first. A short name is more likely to be the suffix of an unrelated name.
-    for fqn in sorted(saved, key=lambda name: (-len(name), name))[:_SAMPLES]:
+    for fqn in _samples(saved):
         candidates |= {("", name[: -len(fqn)]) for name in live if name.endswith(f".{fqn}")}
-    for fqn in sorted(live, key=lambda name: (-len(name), name))[:_SAMPLES]:
+    for fqn in _samples(live):
         candidates |= {(name[: -len(fqn)], "") for name in saved if name.endswith(f".{fqn}")}
     for drop, add in sorted(candidates):  # in the same order on every rank
         fit = sum(1 for fqn in saved if fqn.startswith(drop) and add + fqn[len(drop) :] in live)
@@ -300,7 +301,6 @@ def aligned(catalog: Catalog, state: TrainState) -> tuple[Callable[[str], str], 
     if sum(1 for fqn in saved if in_order(fqn) in live) > hits:
         return in_order, ["models: the checkpoint numbers them; they were matched by order."]
     drop, add = best
-    adapted = _adapter_names(live)
 
     def rename(fqn: str) -> str:
         fqn = add + fqn[len(drop) :] if fqn.startswith(drop) else fqn
@@ -310,6 +310,15 @@ def aligned(catalog: Catalog, state: TrainState) -> tuple[Callable[[str], str], 
         return rename, []
     how = f"{drop!r} was removed from" if drop else f"{add!r} was added to"
     return rename, [f"names: the prefix {how} the checkpoint's names, to match the model's."]
+
+
+def _samples(names: Collection[str]) -> list[str]:
+    """Return some of the names, which differ in more than numbers: not the same tensor of several layers or experts."""
+    # Long names first. A short name is more likely to be the suffix of an unrelated name.
+    kinds: dict[str, str] = {}
+    for name in sorted(names, key=lambda name: (-len(name), name)):
+        kinds.setdefault(_DIGITS.sub("0", name), name)
+    return list(kinds.values())[:_SAMPLES]
 
 
 def _in_order(models: Sequence[str]) -> Callable[[str], str]:
