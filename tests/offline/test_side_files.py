@@ -6,6 +6,7 @@ import json
 
 import peft
 import pytest
+import torch
 import torch.distributed.checkpoint as dcp
 import transformers
 
@@ -98,3 +99,33 @@ def test_a_single_torch_file_has_no_files_beside_it(tmp_path):
     model().save_pretrained(tmp_path / "hf")
     convert(str(tmp_path / "hf"), str(tmp_path / "out" / "model.bin"), to="torch")
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["model.bin"]
+
+
+@pytest.mark.parametrize("to", ["dcp", "local", "resharded"])
+def test_a_model_whose_name_looks_like_a_side_file_keeps_its_folder(tmp_path, to):
+    source, out = saved(str(tmp_path / "run"), {"tokenizer": model(layers=2), "dit": model(layers=1)}), tmp_path / "out"
+    if to == "resharded":
+        reshard(source, str(out), world_size=2)
+    else:
+        convert(source, str(out), to=to)
+    found = {path.parent.name: json.loads(path.read_text())["num_hidden_layers"] for path in out.rglob("config.json")}
+    assert found == {"tokenizer": 2, "dit": 1}
+
+
+def test_the_chat_templates_of_one_of_several_models_survive_a_reshard(tmp_path):
+    models = torch.nn.ModuleDict({name: torch.nn.Linear(4, 4) for name in ("actor", "critic")})
+    dcp.save({"model": models.state_dict()}, checkpoint_id=tmp_path / "dcp")
+    inner = "additional_chat_templates/rag.jinja"
+    (tmp_path / "dcp/actor/additional_chat_templates").mkdir(parents=True)
+    (tmp_path / "dcp/actor" / inner).write_text("{{ messages }}")
+    reshard(str(tmp_path / "dcp"), str(tmp_path / "resharded"), world_size=2)
+    convert(str(tmp_path / "resharded"), str(tmp_path / "out"), strip_prefix="actor")
+    assert (tmp_path / "out" / inner).read_text() == "{{ messages }}"
+
+
+@pytest.mark.parametrize("to", ["dcp", "torch", "local"])
+def test_the_adapter_config_of_the_parent_directory_is_not_copied_for_a_model_without_adapters(tmp_path, to):
+    dcp.save({"model": torch.nn.Linear(4, 4).state_dict()}, checkpoint_id=tmp_path / "dcp")
+    (tmp_path / "adapter_config.json").write_text('{"r": 4, "lora_alpha": 8}')
+    convert(str(tmp_path / "dcp"), str(tmp_path / "out"), to=to)
+    assert not (tmp_path / "out" / "adapter_config.json").exists()

@@ -131,6 +131,12 @@ def is_side_file(path: str) -> bool:
     return _matches(path, "", _CARRIED)
 
 
+def is_inner_side_file(path: str) -> bool:
+    """Return whether a file in a folder of a checkpoint, such as "actor/config.json", is a side file, by its name."""
+    parts = path.split("/")
+    return not is_side_file(path) and any(is_side_file("/".join(parts[at:])) for at in range(1, len(parts)))
+
+
 def is_code(path: str) -> bool:
     """Return whether a file at a checkpoint's root is Python code by the model's author, judging by its name."""
     return _matches(path, "", _CODE)
@@ -169,4 +175,5 @@ def file_names(entries: Iterable[FileInfo]) -> list[str]:
 
 def _matches(path: str, directory: str, patterns: tuple[str, ...]) -> bool:
     name = path[len(directory) + 1 :] if directory else path
-    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+    # The wildcards of fnmatch also match "/": "tokenizer*" would match the file of a model "tokenizer".
+    return any(fnmatch.fnmatchcase(name, p) and name.count("/") == p.count("/") for p in patterns)

@@ -13,7 +13,7 @@ import numpy as np
 from ckptkit.catalog.entry import Catalog, CatalogInfo, MeshInfo, ObjectEntry, Role
 from ckptkit.digests import hex_digest_of, new_hasher
 from ckptkit.errors import CorruptCheckpointError, IncompleteCheckpointError, IntegrityError, UnsafePathError
-from ckptkit.formats.hf.side_files import is_side_file
+from ckptkit.formats.hf.side_files import is_inner_side_file, is_side_file
 from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.own.columns import fields_of
 from ckptkit.formats.own.json import parse
@@ -298,11 +298,10 @@ def _info(info: CatalogInfo, record: CommitRecord, prefix: str) -> CatalogInfo:
     version = record.versions.get("ckptkit", "")
     digests = {prefix + path: item.digest for path, item in record.files.items()}
     carried = tuple(prefix + path for path in record.files if is_side_file(path))
-    inside = [path for path in record.files if not is_side_file(path) and is_side_file(path.rpartition("/")[2])]
     return replace(
         info,
         side_files=carried,
-        model_files={path: prefix + path for path in inside},
+        model_files={path: prefix + path for path in record.files if is_inner_side_file(path)},
         format=f"ckptkit-{record.state_dict_type}",
         producer=f"ckptkit {version}".strip(),
         step=record.step,

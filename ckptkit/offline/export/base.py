@@ -13,7 +13,7 @@ from ckptkit.catalog.dtypes import from_safetensors
 from ckptkit.catalog.entry import Catalog, Role
 from ckptkit.errors import CheckpointNotFoundError, CorruptCheckpointError, UnsafePathError, UnsupportedFormatError
 from ckptkit.formats.hf import safetensors
-from ckptkit.formats.hf.side_files import find_side_files
+from ckptkit.formats.hf.side_files import find_side_files, is_side_file
 from ckptkit.storage.local import is_directory
 from ckptkit.storage.open import open_store
 from ckptkit.storage.store import Store, split_url
@@ -142,8 +142,8 @@ def beside_source(store: Store, catalog: Catalog, prefix: str | None = None) -> 
     names, in_folders = side_file_names(store, catalog)
     model = f"{(prefix or '').partition('.')[0]}/"
     if chosen := {path: name.removeprefix(model) for path, name in in_folders.items() if name.startswith(model)}:
-        names = {path: name for path, name in chosen.items() if "/" not in name} | names
-        in_folders = {path: name for path, name in chosen.items() if "/" in name}
+        names = {path: name for path, name in chosen.items() if is_side_file(name)} | names
+        in_folders = {path: name for path, name in chosen.items() if not is_side_file(name)}
     for path, data in read_side_files(store, names, notes).items():
         contents.setdefault(names[path], data)
     folders = {in_folders[path]: data for path, data in read_side_files(store, in_folders, notes).items()}
@@ -151,7 +151,7 @@ def beside_source(store: Store, catalog: Catalog, prefix: str | None = None) -> 
     adapter = next(
         (_json_object(contents.pop(n), n) for n in ("adapter_config.json", "peft_config.json") if n in contents), None
     )
-    if adapter is None:
+    if adapter is None and any(".lora_" in name for name in catalog.tensors):
         adapter = _adapter_config(store, notes)
     return BaseModel("its own config", config, contents, {}, adapter, None, tuple(notes), folders)
 

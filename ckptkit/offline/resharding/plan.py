@@ -139,7 +139,7 @@ def plan_reshard(
     names = shared | in_folders
     side = {names[path]: data for path, data in read_side_files(store, names, own.notes).items()}
     base = beside_source(store, catalog)
-    if base.adapter_config and "adapter_config.json" not in side and any(".lora_" in name for name in catalog.tensors):
+    if base.adapter_config and "adapter_config.json" not in side:
         side["adapter_config.json"] = base.contents()["adapter_config.json"]
     if vocabulary is not None:
         config = resize_state(own, base.config, vocabulary, store=store, catalog=catalog, files=base.files)
