@@ -54,6 +54,7 @@ Sums: TypeAlias = Literal["fp32", "fp64"]
 _NAMED = 5
 _LABELS = ("_name_or_path", "transformers_version", "peft_version")
 _SCALING = ("lora_alpha", "alpha_pattern", "rank_pattern", "use_rslora", "use_dora", "fan_in_fan_out")
+_SETS = ("target_modules", "exclude_modules")  # PEFT writes these lists in any order
 _PIECE = 1 << 18  # elements; larger pieces leave the cache, and smaller ones wait for the GIL more often
 
 
@@ -363,7 +364,7 @@ def _compare_configs(opened: Sequence[Source], parts: Sequence[HFExport]) -> Ite
         last = configs[-1]
         for source, config in zip(opened, configs, strict=True):
             keys = sorted(config.keys() | last.keys()) if config and last else []
-            differing = [key for key in keys if key not in _LABELS and config.get(key) != last.get(key)]
+            differing = [key for key in keys if key not in _LABELS and _setting(config, key) != _setting(last, key)]
             if scaling := [key for key in differing if name == "adapter_config.json" and key in _SCALING]:
                 raise CheckpointMismatchError(
                     f"{source.url} and {opened[-1].url} have adapters with different {', '.join(scaling)}, so their "
@@ -371,6 +372,12 @@ def _compare_configs(opened: Sequence[Source], parts: Sequence[HFExport]) -> Ite
                 )
             if differing:
                 yield f"{name} is from the last source; {source.url} has another {first_few(differing, 3)}"
+
+
+def _setting(config: Mapping[str, Any], key: str) -> Any:
+    """Return a value for comparisons. Older versions of PEFT omit settings whose default is false or empty."""
+    value = config.get(key) or None
+    return sorted(map(str, value)) if key in _SETS and isinstance(value, list) else value
 
 
 def _check_names(opened: Sequence[Source], named: Sequence[Mapping[str, OutputTensor]]) -> None:

@@ -370,6 +370,13 @@ def test_adapters_are_merged_if_they_scale_their_factors_equally(tmp_path):
         merge([first, adapter(tmp_path / "c", lora_alpha=8, use_rslora=True)], tmp_path / "refused")
 
 
+def test_adapters_of_versions_of_peft_with_fewer_settings_are_merged(tmp_path):
+    modules = ["q_proj", "v_proj"]
+    first = adapter(tmp_path / "a", target_modules=modules)
+    second = adapter(tmp_path / "b", use_dora=False, rank_pattern={}, target_modules=modules[::-1])
+    assert not any("another" in note for note in merge([first, second], tmp_path / "out").notes)
+
+
 def test_another_config_of_an_earlier_source_is_noted(sources, tmp_path):
     for source, theta in zip(sources[:2], (1e4, 5e5), strict=True):
         (Path(source) / "config.json").write_text(json.dumps({"rope_theta": theta, "_name_or_path": source}))
