@@ -485,12 +485,15 @@ class Catalog:
         return {path for table in tables.values() for path in table}
 
     def by_role(self, role: Role) -> dict[str, TensorEntry]:
-        """Return the tensors with this role, keyed by FQN for MODEL and MASTER, and by name for the other roles."""
+        """Return the tensors with this role, keyed by FQN for MODEL and MASTER, and by name for the other roles.
+
+        Master weights of numbered parameters have no FQN; they are keyed by name, too.
+        """
         keyed = role in (Role.MODEL, Role.MASTER)
         found: dict[str, TensorEntry] = {}
         for entry in self.tensors.values():
             if entry.role is role:
-                key = entry.fqn if keyed else entry.name
+                key = entry.fqn or entry.name if keyed else entry.name
                 if key in found:
                     raise CorruptCheckpointError(
                         f"{role.value} tensor {key!r} exists twice: as {found[key].name!r} and as {entry.name!r}."

@@ -22,6 +22,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 from ckptkit import TrainState
 from ckptkit.errors import CheckpointMismatchError
 from ckptkit.formats.dcp import fill
+from ckptkit.fsdp.master_weights import MasterWeightOptimizer
 from ckptkit.offline.reshard import reshard
 from tests.checkpoint import states
 
@@ -118,6 +119,17 @@ def test_settings_that_are_tensors_are_restored(form, flatten, tmp_path):
     first, second = mine.optimizer.param_groups
     assert torch.equal(first["lr"], torch.tensor(0.25)) and second["lr"] == 0.125
     assert [float(beta) for group in (first, second) for beta in group["betas"]] == [0.25, 0.5] * 2
+
+
+@TORCH_OR_RESHARDED
+def test_fp32_masters_with_numbers_are_restored(form, tmp_path):
+    def low(steps: int) -> TrainState:
+        model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).bfloat16()
+        return states.trained(model, lambda params: MasterWeightOptimizer(torch.optim.AdamW(params)), steps=steps)
+
+    theirs, mine = low(2), low(0)
+    resume(mine, _whole(theirs), form, tmp_path)
+    states.check_resumed(mine, theirs)
 
 
 def scheduled(steps: int, scale: float | None = None, make: Any = torch.optim.AdamW) -> TrainState:
