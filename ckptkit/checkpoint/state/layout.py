@@ -58,7 +58,8 @@ def check_layout(layout: object) -> None:
         shards = [declared] if isinstance(declared, Shard) else declared
         if not isinstance(shards, Sequence) or not shards or not all(isinstance(shard, Shard) for shard in shards):
             raise UsageError(
-                f"TrainState(layout=...): {glob!r} is {declared!r:.80}, expected ckptkit.Shard(dim, mesh=...)."
+                f"TrainState(layout=...): {glob!r} is {declared!r:.80}, expected ckptkit.Shard(dim, mesh=...), a list "
+                "of shards, 'per_rank' or 'any_replica'."
             )
         for shard in shards:
             if getattr(shard.mesh, "ndim", None) != 1:
