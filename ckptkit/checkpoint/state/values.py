@@ -169,7 +169,11 @@ class _Encoder:
 
 
 def _is_large(value: Any) -> bool:
-    return hasattr(value, "untyped_storage") and value.numel() * value.element_size() > INLINE_BYTES
+    if not hasattr(value, "untyped_storage"):
+        return False
+    from torch.nn.parameter import is_lazy
+
+    return not is_lazy(value) and value.numel() * value.element_size() > INLINE_BYTES  # a lazy one is refused later
 
 
 def described(value: torch.Tensor, tree: JSON, path: str) -> JSON:
