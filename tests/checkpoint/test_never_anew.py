@@ -24,7 +24,7 @@ from ckptkit.errors import (
     UsageError,
 )
 from ckptkit.storage.open import open_store
-from tests.checkpoint.states import Kept, linear, load, optimized, refusal, save
+from tests.checkpoint.states import Kept, linear, load, optimized, refusal, save, value_of
 from tests.checkpoint.test_adoption import job, write
 
 
@@ -243,6 +243,13 @@ def test_the_newest_checkpoint_is_loaded_from_a_relative_path(tmp_path, monkeypa
     script_file(Path("run") / "last.pt", 9)
     for url in ("run", "./run/", f"file://{Path.cwd()}/run"):
         assert load(url, job()).step == 9
+
+
+def test_weights_without_an_optimizer_are_compared_too_if_none_is_wanted(tmp_path):
+    for name, step in (("step=5.ckpt", 5), ("last.ckpt", 9)):
+        torch.save({"model": linear(step).model.state_dict(), "step": step}, tmp_path / name)
+    load(tmp_path, live := linear())
+    assert (live.step, value_of(live)) == (9, 9)
 
 
 UNCLEAR: dict[str, Callable[[Path], Any]] = {

@@ -158,13 +158,14 @@ def _with_newer(chosen: Source, top: str, storage_options: Mapping[str, Any] | N
     parent, named = "/".join([top, *parts[:at]]), parse_step(parts[at])
     place, newest = Candidate(open_store(parent, storage_options=storage_options)), chosen
     highest, folders = _step_of(chosen, named), {*place.directories}
+    only_trained = _is_trained(chosen)  # weights alone, such as an export, are not newer than a training state
     for name in _not_surely_older(place, parts[at], parent):
         other, is_folder, may_be_newest = parse_step(name), name in folders, _may_be_newest(name)
         if is_folder and not identify(place.store.child(name)):
             continue
         try:
             found = open_source(f"{parent}/{name}", storage_options=storage_options)
-            if not _is_trained(found):
+            if only_trained and not _is_trained(found):
                 continue
         except StorageError:
             raise

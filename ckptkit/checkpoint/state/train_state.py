@@ -109,8 +109,8 @@ class TrainState:
         extra: More state by name: objects with `state_dict` and `load_state_dict`, or plain values, which a load
             replaces in this dict. Only rank 0's values are saved. For a value that differs between ranks, use
             `PerRank(value)`.
-        layout: Maps globs of FQNs to what a rank's tensors are. A `Shard`, or several (outermost first): parts of global
-            tensors. For the experts of an expert-parallel rank:
+        layout: Maps globs of FQNs to what a rank's tensors are. A `Shard`, or several (outermost first): parts of
+            global tensors. For the experts of an expert-parallel rank:
             {"*.experts.*": ckptkit.Shard(0, mesh=device_mesh["ep"])}. The layout also applies to the tensors' optimizer
             states and fp32 master weights. "per_rank": each rank keeps its own plain tensor. "any_replica": the
             replicas of a DTensor may differ, and one of them is saved.
