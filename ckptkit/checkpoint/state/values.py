@@ -169,7 +169,7 @@ class _Encoder:
 
 
 def _is_large(value: Any) -> bool:
-    if not hasattr(value, "untyped_storage"):
+    if not hasattr(type(value), "untyped_storage"):  # the class torch.Tensor is a value, too
         return False
     from torch.nn.parameter import is_lazy
 

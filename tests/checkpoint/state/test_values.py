@@ -29,6 +29,7 @@ def through(value: Any) -> Any:
     {1: "int", "1": "str", (2, 3): None}, {"$ref": "not a tag"}, {"$a": 1, "b": 2},
     collections.OrderedDict([("b", 1), ("a", 2)]), collections.defaultdict(list, {"a": [1], 2: []}),
     collections.defaultdict(None), collections.Counter("aab"), torch.float32, torch.device("cpu"), torch.Size([2, 3]),
+    [torch.Tensor],
 ])  # fmt: skip
 def test_plain_values_round_trip_with_their_types(value):
     back = through(value)
