@@ -368,8 +368,9 @@ def _tied_masters(
     owners = {_place(model[name]): name for name in masters if len(model[name].slices)}
     tied = {name: owners[_place(entry)] for name, entry in model.items() if _place(entry) in owners}
     for item in catalog.objects.values():
-        tree = item.value if item.encoding == "value" else None
-        tied |= tree.get("tied", {}) if isinstance(tree, dict) and "param_groups" in tree else {}
+        tree = item.value if item.encoding == "value" and item.role is Role.OPTIMIZER else None
+        table = tree.get("tied") if isinstance(tree, dict) else None
+        tied |= {name: fqn for name, fqn in table.items() if isinstance(fqn, str)} if isinstance(table, dict) else {}
     return {
         name: replace(masters[fqn], fqn=name)
         for name, fqn in tied.items()
