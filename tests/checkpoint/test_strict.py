@@ -639,6 +639,15 @@ def test_a_cast_model_is_trained_further_with_states_of_its_dtype(tmp_path, dtyp
         trained(live.model, live.optimizer)
 
 
+def test_an_optimizer_with_masters_continues_from_bf16_moments(tmp_path):
+    source, state = trained(net().bfloat16()), low(steps=False)
+    load(save(tmp_path, source), state, strict=False)
+    for mine, theirs in zip(state.model.parameters(), source.model.parameters(), strict=True):
+        found, saved = state.optimizer.state[mine], source.optimizer.state[theirs]
+        assert bits(found["exp_avg"]) == bits(saved["exp_avg"].float())
+    trained(state.model, state.optimizer)
+
+
 def test_states_of_another_dtype_than_their_weight_are_not_cast(tmp_path):
     source = low(1e-3)
     model = net()

@@ -140,7 +140,7 @@ def _optimizer(load: Planning, plan: OptimizerPlan, names: Mapping[int, str]) ->
         found.add("missing", plan.key, _lacking_states(plan))
     weights = load.entries(Role.MODEL)
     _check_states(plan, weights, found)
-    if load.options.convert_dtype:
+    if load.options.convert_dtype or plan.master_name is not None:
         _cast_states(load, plan, {**weights, **{fqn: masters[fqn] for fqn in load.from_masters if fqn in masters}})
     return _plan_masters(plan, masters, weights, found)
 
@@ -334,23 +334,27 @@ def _cast_states(load: Planning, plan: OptimizerPlan, weights: Mapping[str, Tens
 
     `weights`: the tensors from which the load reads the weights, by FQN.
 
-    Such a state gets the dtype of the live state or, like in torch's `load_state_dict`, of the live parameter. Other
-    states keep their dtype, such as the fp32 moments of a bf16 weight. So do step counts, and the states of optimizers
-    with master weights.
+    Such a state gets the dtype of the live state or, like in torch's `load_state_dict`, of the live parameter; if this
+    has a master weight, of the master weight. Other states keep their dtype, such as the fp32 moments of a bf16 weight.
+    So do step counts.
     """
     import torch
 
-    if plan.master_name is not None or keeps_parts(plan.optimizer):
+    if keeps_parts(plan.optimizer):
         return
     for fqn, entries in plan.states.items():
         parameter, weight = plan.parameters[fqn], weights.get(fqn)
-        if weight is None or weight.dtype == dtype_name(parameter.dtype) or not parameter.is_floating_point():
+        if weight is None or not parameter.is_floating_point():
+            continue
+        has_master = plan.master_name is not None and parameter.itemsize < torch.float32.itemsize
+        stepped = torch.float32 if has_master else parameter.dtype
+        if weight.dtype == dtype_name(stepped):
             continue
         for name, entry in entries.items():
             outer = outer_name(name, load.recipes, f"{plan.key}.state.{fqn}.")
             if name != "step" and outer == name and entry.dtype == weight.dtype:
                 live = plan.live[fqn].get(name)
-                wanted = live.dtype if isinstance(live, torch.Tensor) else parameter.dtype
+                wanted = live.dtype if isinstance(live, torch.Tensor) else stepped
                 if dtype_name(wanted) != entry.dtype:
                     plan.casts[fqn, name] = wanted
     if plan.casts:
