@@ -129,3 +129,15 @@ def test_the_adapter_config_of_the_parent_directory_is_not_copied_for_a_model_wi
     (tmp_path / "adapter_config.json").write_text('{"r": 4, "lora_alpha": 8}')
     convert(str(tmp_path / "dcp"), str(tmp_path / "out"), to=to)
     assert not (tmp_path / "out" / "adapter_config.json").exists()
+
+
+@pytest.mark.parametrize("form", ["saved", "dcp", "local"])
+def test_each_of_several_adapters_of_one_of_several_models_has_its_own_config(tmp_path, form):
+    both = model(rank=2)
+    both.add_adapter("other", peft.LoraConfig(r=2, lora_alpha=64, task_type="CAUSAL_LM"))
+    source = saved(str(tmp_path / "run"), {"actor": both, "critic": model()})
+    if form != "saved":
+        source = convert(source, str(tmp_path / form), to=form).dst
+    for name, other, alpha in (("default", "other", 8), ("other", "default", 64)):
+        convert(source, str(tmp_path / name), strip_prefix="actor", exclude=[f"*.{other}.*"])
+        assert peft.LoraConfig.from_pretrained(tmp_path / name).lora_alpha == alpha

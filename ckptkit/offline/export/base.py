@@ -123,11 +123,19 @@ def side_file_names(store: Store, catalog: Catalog) -> tuple[dict[str, str], dic
         paths = paths or find_side_files(store).carried
     if info.format in ("dcp", "torch"):
         fqns = [entry.fqn for entry in catalog.by_role(Role.MODEL).values()]
-        folders = {fqn.partition(".")[0] for fqn in fqns} | {m[1] for fqn in fqns if (m := _ADAPTER.search(fqn))}
-        folders &= {entry.path for entry in store.list() if entry.kind == "directory"}
+        found = _directories(store)
+        adapters = {match[1] for fqn in fqns if (match := _ADAPTER.search(fqn))}
+        models = {fqn.partition(".")[0] for fqn in fqns} & found
+        folders = models | (adapters & found)
+        for model in models if adapters else ():
+            folders |= {f"{model}/{adapter}" for adapter in adapters} & _directories(store, model)
     inner = [path for folder in sorted(folders) for path in find_side_files(store, folder).carried]
     in_folders = {path: name for name, path in info.model_files.items()} | dict(zip(inner, inner, strict=True))
     return {path: _export_name(path) for path in paths}, in_folders
+
+
+def _directories(store: Store, folder: str = "") -> set[str]:
+    return {entry.path for entry in store.list(folder) if entry.kind == "directory"}
 
 
 def beside_source(store: Store, catalog: Catalog, prefix: str | None = None) -> BaseModel:
