@@ -288,6 +288,8 @@ def aligned(catalog: Catalog, state: TrainState) -> tuple[Callable[[str], str], 
     live = live_tensors(state).keys() | adapted.keys()
     saved = {entry.fqn for entry in catalog.by_role(Role.MODEL).values()}
     best, hits = ("", ""), len(saved & live)  # best: (removed prefix, added prefix)
+    if hits == len(saved):  # no prefix can match more names
+        return lambda fqn: adapted.get(fqn, fqn), []
     candidates: set[tuple[str, str]] = set()
     for fqn in _samples(saved):
         candidates |= {("", name[: -len(fqn)]) for name in live if name.endswith(f".{fqn}")}
