@@ -12,6 +12,7 @@ from torch import nn
 
 from ckptkit.checkpoint.state.local_part import part_view
 from ckptkit.checkpoint.state.without_values import mark_filled
+from ckptkit.errors import UsageError
 from ckptkit.formats.dcp.fill import part_of
 
 
@@ -26,6 +27,10 @@ def reset_parameters(model: nn.Module, *, seed: int | None = None) -> None:
     Children are initialized before their parents, by transformers' `_init_weights` or by their own `reset_parameters`.
     A module with neither method keeps its values. A tied weight is drawn once for each of its names, but only the
     values for the first name are kept, as in a single process that ties weights after it has created the modules.
+    PEFT's LoRA layers are initialized last, by PEFT's own method: by default, lora_B is 0.
+
+    Raises:
+        UsageError: The base weights determine the adapter's initial values (`init_lora_weights="pissa"`, for example).
     """
     done: dict[int, tuple[int, str]] = {}
     with torch.random.fork_rng(devices=[]):
@@ -39,7 +44,28 @@ def reset_parameters(model: nn.Module, *, seed: int | None = None) -> None:
             own_only = init_weights is not None and not isinstance(module, nn.MultiheadAttention)
             with _full_parameters([module] if own_only else list(module.modules()), done):
                 draw()
+        for module, adapters in _lora_layers(model):
+            with _full_parameters(list(module.modules()), done):
+                for adapter, init in adapters.items():
+                    module.reset_lora_parameters(adapter, init)
     mark_filled(parameter for parameter in model.parameters() if id(parameter) in done)
+
+
+def _lora_layers(model: nn.Module) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """Yield each LoRA layer of PEFT, with the value of `init_lora_weights` of each of its adapters."""
+    configs: dict[str, Any] = next((vars(m)["peft_config"] for m in model.modules() if "peft_config" in vars(m)), {})
+    inits = {name: getattr(config, "init_lora_weights", True) for name, config in configs.items()}
+    module: Any
+    for module in model.modules():
+        if not hasattr(module, "reset_lora_parameters"):
+            continue
+        mine = {name: inits.get(name, True) for name in module.r}
+        if others := [init for init in mine.values() if init not in (True, False, "gaussian")]:
+            raise UsageError(
+                f"reset_parameters: init_lora_weights={others[0]!r} computes an adapter from the base weights. Create "
+                "the model without meta_init, or use init_lora_weights=True."
+            )
+        yield module, mine
 
 
 def _seed(seed: int | None) -> None:

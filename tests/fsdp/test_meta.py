@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ckptkit.errors import CheckpointMismatchError, SaveError
+from ckptkit.errors import CheckpointMismatchError, SaveError, UsageError
 from ckptkit.fsdp import FSDPConfig, FSDPStrategy, meta
 from ckptkit.fsdp.hf_load import load_hf
 from tests.fsdp import models
@@ -176,6 +176,26 @@ def test_files_of_a_base_model_and_of_its_adapter_fill_a_sharded_peft_model(zoo,
     assert first.missing == second.loaded and second.missing == first.loaded and not first.unexpected
     assert not meta.uninitialized(model)
     models.assert_equal({name: value.float() for name, value in models.weights(model).items()}, plain.state_dict())
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")
+@on_ranks(2)
+def test_reset_parameters_initializes_adapters_as_peft_does():
+    import peft
+
+    strategy = FSDPStrategy()
+    with strategy.init_model_context(meta_init=True):
+        model = peft.get_peft_model(models.llama(), peft.LoraConfig(r=2, target_modules=["q_proj", "embed_tokens"]))
+    strategy.prepare_model(model)
+    strategy.reset_parameters(model, seed=0)
+    found = {name: weight for name, weight in models.weights(model).items() if "lora_" in name}
+    zeros = {name for name, weight in found.items() if not weight.any()}
+    assert zeros == {name for name in found if "lora_B" in name or "lora_embedding_A" in name}
+    assert not meta.uninitialized(model)
+    for config in model.peft_config.values():
+        config.init_lora_weights = "pissa"
+    with pytest.raises(UsageError, match="init_lora_weights='pissa' computes"):
+        strategy.reset_parameters(model)
 
 
 @on_ranks(2)
