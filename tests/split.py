@@ -169,7 +169,6 @@ NIGHT: dict[str, int] = {
     "tests/keymaps/test_builtin.py::test_the_map_of_a_model_type_gives_the_names_that_transformers_saves": 5,
     "tests/formats/hf/test_many_tensors.py::test_each_additional_tensor_costs_a_bounded_number_of_calls": 3,
     "tests/formats/test_zoo.py": 4,
-    "tests/formats/deepspeed/test_zero.py::test_weights_and_moments_equal_those_of_the_job": 4,
     "tests/offline/export/test_adapter_merge.py": 18,
     "tests/offline/export/test_adapter_merge.py"
     "::test_a_config_that_peft_cannot_merge_or_that_contradicts_the_tensors_is_refused": 4,
