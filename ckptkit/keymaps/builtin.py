@@ -322,7 +322,7 @@ def choose_map(
     as_is = Choice(BUILTIN_MAPS["hf"], Mapped(dict(targets)), "names are kept")
     if wanted:
         return _nearest(targets, frozenset(wanted), settings, as_is)
-    by_type = _maps_by_type(targets, settings)
+    by_type = _map_by_type(targets, settings)
     if by_type is not None:
         mapped = by_type.apply(targets, config=settings)
         return Choice(by_type, mapped, f"config.json says model_type {settings.get('model_type')!r}")
@@ -333,7 +333,7 @@ def choose_map(
     return as_is
 
 
-def _maps_by_type(targets: Mapping[str, Target], config: Mapping[str, Any]) -> NameMap | None:
+def _map_by_type(targets: Mapping[str, Target], config: Mapping[str, Any]) -> NameMap | None:
     """Return the map for the model type in `config`, or None if the names in `targets` need no map.
 
     For a multimodal model with stacked experts, the map first splits the experts, then renames the prefixes.

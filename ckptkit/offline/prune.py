@@ -24,7 +24,15 @@ SCHEMA = "ckptkit.prune/1"
 
 @dataclass(frozen=True, slots=True)
 class PruneReport:
-    """The kept and the deleted checkpoints. For a dry run, the checkpoints that would be kept or deleted."""
+    """What `prune` did, or would do in a dry run.
+
+    Attributes:
+        decisions: For each checkpoint, whether it is kept, and why.
+        deleted: The deleted checkpoints. Empty in a dry run.
+        failed: The checkpoints that could not be deleted, each with the reason.
+        cleaned: The deleted leftovers of killed saves. In a dry run, those that would be deleted.
+        kept_files: Foreign files in the directories of deleted checkpoints, which were kept.
+    """
 
     url: str
     dry_run: bool

@@ -91,7 +91,7 @@ class Connection:
 
     Attributes:
         known: Caches small files that were recently read or written.
-        turns: Limits the concurrent ranged reads: a read that waits for an HTTP connection could time out.
+        turns: Limits the concurrent ranged reads, because a read that waits for a free HTTP connection could time out.
         conditional: For each bucket that was tested, whether put-if-absent works.
     """
 

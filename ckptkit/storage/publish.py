@@ -57,8 +57,9 @@ def close_staging(
     """Delete a staging directory and its owner files. After publication, the directory may already be gone.
 
     Args:
-        old: The path of the target's old content. It is checked again before it is deleted, because other programs may
-            have added files. If `replaceable` raises CheckpointExistsError for it, it is kept as NAME.replaced-NONCE.
+        old: The path of the target's old content. `replaceable` checks it again before it is deleted, because other
+            programs may have added files. If this raises CheckpointExistsError, the old content is kept as
+            NAME.replaced-NONCE.
     """
     path, kept = staging_name(name, nonce), f"{name}.replaced-{nonce}"
     if old and replaceable is not None:

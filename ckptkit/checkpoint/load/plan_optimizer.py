@@ -289,7 +289,7 @@ def _owner_and_state(entry: TensorEntry, owners: Collection[str]) -> tuple[str, 
     """Return the (FQN, state name) of an optimizer state.
 
     Some formats store both as a single string. If the state's name contains dots, only `owners`, the FQNs of the saved
-    parameters, shows where the name begins.
+    parameters, show where the state's name begins.
     """
     if entry.fqn in owners or not owners:
         return entry.fqn, entry.state
@@ -300,7 +300,7 @@ def _owner_and_state(entry: TensorEntry, owners: Collection[str]) -> tuple[str, 
 
 
 def _of_no_parameter(plan: OptimizerPlan) -> list[str]:
-    """Describe saved states that belong to no parameter, if several live optimizers could own them."""
+    """Describe the saved states that belong to no parameter. Returns [] if there is only one live optimizer."""
     several = len(inner_optimizers(plan.optimizer)) > 1
     why = "belongs to no parameter, and several optimizers are loaded as one here"
     return [f"{name} {why}" for name in plan.shared] if several else []

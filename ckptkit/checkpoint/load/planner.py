@@ -63,7 +63,7 @@ def plan_load(
         return _plan_mapped(state, catalog, options, rank=rank, world_size=world_size)
     stacked: MappedWeights | None = None
     if catalog.info.format == "safetensors" and options.model == "restore":
-        stacked = _stacked(state, catalog)
+        stacked = _mapped_weights(state, catalog)
     if stacked is not None:  # files beside the weights, such as optimizer.pt, are those of the live model
         catalog = replace(stacked.catalog, objects=catalog.objects)
     if not objects:
@@ -137,8 +137,8 @@ def _names_and_config(state: TrainState) -> tuple[set[str], Mapping[str, Any]]:
     return set(live_tensors(state)), next((to_dict() for to_dict in configs if callable(to_dict)), {})
 
 
-def _stacked(state: TrainState, catalog: Catalog) -> MappedWeights | None:
-    """Return the weights of Hugging Face files under the live model's names.
+def _mapped_weights(state: TrainState, catalog: Catalog) -> MappedWeights | None:
+    """Map the weights of Hugging Face files to the live model's names.
 
     The names in the files may differ because transformers stacks experts in memory. Returns None if the names agree, or
     if no key map for the model is known.

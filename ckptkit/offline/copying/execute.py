@@ -18,7 +18,7 @@ from ckptkit.offline.copying.coverage import Covered, check_plan
 from ckptkit.offline.copying.gather import Gatherer
 from ckptkit.offline.copying.plan import Plan, check_room, restricted
 from ckptkit.offline.copying.pool import Pool
-from ckptkit.offline.copying.resume import Share, Spoken, Taken, take_over
+from ckptkit.offline.copying.resume import FinishedObjects, Share, Taken, take_over
 from ckptkit.offline.copying.runs import checking, prepare
 from ckptkit.offline.copying.sinks import LocalSink
 from ckptkit.offline.copying.streams import StreamWriter
@@ -180,9 +180,9 @@ def execute(
             taken_over = len(taken.steps)
         else:
             check_room(own, destination)
-            spoken = None if ledger is None else Spoken(own, work, source, verifier, ledger)
-            there = frozenset() if spoken is None else spoken.take_over()
-            streams, late = StreamWriter(own, gatherer, tally, destination, spoken), set(own.last)
+            finished = None if ledger is None else FinishedObjects(own, work, source, verifier, ledger)
+            there = frozenset() if finished is None else finished.take_over()
+            streams, late = StreamWriter(own, gatherer, tally, destination, finished), set(own.last)
             for wanted in (False, True):  # the files in `Plan.last` come after all others
                 pool.run(
                     streams.write, [i for i in own_files if i not in there and (own.files[i].path in late) is wanted]

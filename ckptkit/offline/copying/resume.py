@@ -265,7 +265,7 @@ def left_beside(url: str) -> tuple[str, int] | None:
 # --- object stores: an object is complete or does not exist
 
 
-class Spoken:
+class FinishedObjects:
     """Records the objects that this command has finished, and finds those that an interrupted command finished."""
 
     def __init__(self, plan: Plan, work: Work, source: Store, verifier: Verifier | None, ledger: Ledger) -> None:

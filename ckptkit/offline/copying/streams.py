@@ -15,7 +15,7 @@ from ckptkit.offline.copying.copier import Infinite, Tally
 from ckptkit.offline.copying.gather import Gatherer
 from ckptkit.offline.copying.plan import Literal, OutputFile, Placement, Plan
 from ckptkit.offline.copying.pool import Worker
-from ckptkit.offline.copying.resume import Spoken
+from ckptkit.offline.copying.resume import FinishedObjects
 from ckptkit.storage.store import Store
 
 _Event = tuple[int, Literal | tuple[Placement, int]]
@@ -26,7 +26,7 @@ class StreamWriter:
     """Writes files to a store, several at a time, each from beginning to end.
 
     Attributes:
-        spoken: Records the finished files, so that a resumed command can keep them.
+        finished: Records the finished files, so that a resumed command can keep them.
         infinite: Counts the elements that became infinite in casts.
     """
 
@@ -34,7 +34,7 @@ class StreamWriter:
     gatherer: Gatherer
     tally: Tally
     destination: Store
-    spoken: Spoken | None = None
+    finished: FinishedObjects | None = None
     infinite: Infinite = field(default_factory=Infinite)
 
     def write(self, index: int, worker: Worker) -> None:
@@ -57,8 +57,8 @@ class StreamWriter:
                 last = len(block)
         self.tally.add(last, file.path)
         self.infinite.rows += infinite.rows
-        if self.spoken is not None and not infinite.rows:  # a resumed command must count infinite elements again
-            self.spoken.finished(index)
+        if self.finished is not None and not infinite.rows:  # a resumed command must count infinite elements again
+            self.finished.finished(index)
 
     def _blocks(self, index: int, events: list[_Event], worker: Worker, infinite: Infinite) -> Iterator[memoryview]:
         for start, event in events:

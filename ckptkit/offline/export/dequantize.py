@@ -157,9 +157,9 @@ def _dequantized(targets: Mapping[str, Target], weights: list[_Weight]) -> Dequa
     return found
 
 
-def _source(name: str, dtype: str, source: str, shape: tuple[int, ...]) -> Target:
-    """Return a whole source tensor as an input of a formula, in the shape that the formula expects."""
-    return Target(name, dtype, shape, (Part(Box.whole(shape), source, Box.whole(shape)),), dtype)
+def _whole_weight(name: str, dtype: str, codes: str, shape: tuple[int, ...]) -> Target:
+    """Return the target of a dequantized weight of shape `shape`. `codes`: the name of its codes in the source."""
+    return Target(name, dtype, shape, (Part(Box.whole(shape), codes, Box.whole(shape)),), dtype)
 
 
 def _stored(target: Target) -> Target:
@@ -277,7 +277,7 @@ def _mxfp4(name: str, targets: Mapping[str, Target], dtype: str) -> _Weight:
             f"{name!r} is {blocks.source_dtype} {list(blocks.shape)}, and its scales {scales.source_dtype} "
             f"{list(scales.shape)}: expected bytes [experts, out, groups, 16] and [experts, out, groups] of MXFP4."
         )
-    made = _source(weight, dtype, blocks.sources[0], (blocks.shape[0], blocks.shape[2] * 32, blocks.shape[1]))
+    made = _whole_weight(weight, dtype, blocks.sources[0], (blocks.shape[0], blocks.shape[2] * 32, blocks.shape[1]))
     label = "MXFP4 weight * 2 ** (scale of the group - 127), transposed"
     scratch = dtype_of(dtype).itemsize + 2
     return _weight(blocks, [scales], made, partial(formulas.mxfp4, dtype=dtype), label, 1, scratch=scratch)
@@ -377,7 +377,7 @@ def _integers(
     )  # fmt: skip
     zeros = "" if zero is None else " - zero point"
     label = f"INT{bits} (weight{zeros}) * scale of the {strategy} in {scale.source_dtype}"
-    made = _source(weight, dtype, codes.sources[0], (rows, columns))
+    made = _whole_weight(weight, dtype, codes.sources[0], (rows, columns))
     return _weight(codes, parts, made, formula, label, int(strategy != "tensor"), scratch=8)
 
 
@@ -411,7 +411,7 @@ def _fp4(
     kind = kinds[scale.source_dtype][1]
     label = f"{kind} weight * scale of the group" + (" / global scale" if overall is not None else "")
     parts = [part for part in (scale, overall) if part is not None]
-    made = _source(weight, dtype, codes.sources[0], (rows, columns))
+    made = _whole_weight(weight, dtype, codes.sources[0], (rows, columns))
     return _weight(codes, parts, made, partial(formulas.fp4, group=group, dtype=dtype), label, 1, scratch=8)
 
 
