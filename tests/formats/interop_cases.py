@@ -344,6 +344,8 @@ def same(a: Any, b: Any) -> bool:
         )
     if isinstance(a, (float, complex)):
         return repr(a) == repr(b)
+    if isinstance(a, io.BytesIO):
+        return a.getvalue() == b.getvalue()
     if isinstance(a, dict):
         return (
             list(map(repr, a)) == list(map(repr, b))
