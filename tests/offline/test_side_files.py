@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import uuid
 
 import peft
 import pytest
@@ -36,7 +37,7 @@ def saved(url, models, state_dict_type="sharded"):
 @pytest.mark.parametrize("form", ["saved", "resharded", "dcp"])
 @pytest.mark.parametrize("where", ["disk", "memory"])  # an object store has the data of a step in a folder
 def test_an_export_of_one_of_several_models_has_this_model_s_config(tmp_path, state_dict_type, form, where):
-    root = str(tmp_path / "run") if where == "disk" else f"memory://{tmp_path.name}"
+    root = str(tmp_path / "run") if where == "disk" else f"memory://{uuid.uuid4().hex}"
     source = saved(root, {"actor": model(layers=1), "critic": model(layers=2)}, state_dict_type)
     if form == "resharded":
         source = reshard(source, str(tmp_path / "resharded"), world_size=2).dst
