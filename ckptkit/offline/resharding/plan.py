@@ -138,10 +138,12 @@ def plan_reshard(
     shared, in_folders = side_file_names(store, catalog)
     names = shared | in_folders
     side = {names[path]: data for path, data in read_side_files(store, names, own.notes).items()}
-    base = beside_source(store, catalog)
-    if base.adapter_config and "adapter_config.json" not in side:
-        side["adapter_config.json"] = base.contents()["adapter_config.json"]
+    if "adapter_config.json" not in side and any(".lora_" in name for name in catalog.tensors):
+        # The adapter's config may be elsewhere, for example in verl's lora_adapter/.
+        found = beside_source(store, catalog).contents()
+        side |= {name: found[name] for name in ("adapter_config.json",) if name in found}
     if vocabulary is not None:
+        base = beside_source(store, catalog)
         config = resize_state(own, base.config, vocabulary, store=store, catalog=catalog, files=base.files)
         if config is not base.config and "config.json" in side:
             side["config.json"] = replace(base, config=config).contents()["config.json"]
