@@ -25,7 +25,7 @@ from ckptkit.errors import (
 )
 from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.own.record import CommitRecord, find_record, step_of_name
-from ckptkit.formats.state_names import WEIGHTS_NAMES
+from ckptkit.formats.state_names import ACCELERATE_FILE, ACCELERATE_MODEL, WEIGHTS_NAMES
 from ckptkit.formats.torch_save import MODEL_FILES, TORCH_ENDINGS, TORCH_STARTS, may_hold_model, model_file, torch_files
 from ckptkit.formats.trainers.steps import ordered, parse_step
 from ckptkit.gc_pause import collector_paused
@@ -36,12 +36,10 @@ from ckptkit.storage.pool import WorkerPool
 from ckptkit.storage.store import FILE_SYSTEM_FOLDERS, split_url
 from ckptkit.units import first_few
 
-# --- the supported formats in detection order, each with the test that recognizes it and its reader
+# --- the supported formats
 
 
 RECORD = "checkpoint.json"
-MANIFEST = "manifest.safetensors"
-_DEEPSPEED = r".*mp_rank_\d+_(?:model|optim)_states\.pt|layer_\d+.*_states\.pt"
 # File names that tools use for weights. Safetensors files with different names are used only if nothing else is found.
 _WEIGHTS = rf"(?:{WEIGHTS_NAMES})(?:\.[\w-]+)?\.safetensors"
 _SAFETENSORS = rf"{_WEIGHTS}|.*-\d{{5,}}-of-\d{{5,}}\.safetensors|.*\.safetensors\.index\.json"
@@ -67,27 +65,35 @@ class Candidate:
         """The visible directories. Hidden directories may hold unfinished saves."""
         return [path for path, item in self.listing.items() if item.kind == "directory" and not path.startswith(".")]
 
-    def any_file(self, pattern: str) -> bool:
-        """Return whether the pattern matches the whole name of at least one file."""
-        return any(re.fullmatch(pattern, name) for name in self.files)
+    def has(self, pattern: str) -> bool:
+        """Return whether the pattern matches the whole name of a file, or a directory's name followed by "/"."""
+        return any(re.fullmatch(pattern, name) for name in (*self.files, *(f"{name}/" for name in self.directories)))
 
 
 # Errors that a reader may raise when values have unexpected types or shapes.
 _MALFORMED = (TypeError, AttributeError, LookupError, ValueError, ArithmeticError, RecursionError)
-Test = Callable[[Candidate], bool]
 
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """A checkpoint format: the test that recognizes the format, and the reader module.
+    """A checkpoint format.
 
-    If `path` is set, the reader opens only that file of the directory.
+    Attributes:
+        reader: The module with `open_catalog`. It is imported only if the names match.
+        names: Patterns (see `Candidate.has`). A checkpoint in this format has a name for each of them.
+        confirm: Called with the reader's module if names alone do not prove the format.
+        path: If set, the reader opens only this file of the directory.
     """
 
     name: str
-    test: Test
     reader: str
+    names: tuple[str, ...] = ()
+    confirm: Callable[[Any, Candidate], bool] | None = None
     path: str = ""
+
+    def fits(self, place: Candidate) -> bool:
+        """Return whether a directory is a checkpoint in this format."""
+        return all(map(place.has, self.names)) and (self.confirm is None or self.confirm(reader(self.reader), place))
 
     def open(self, store: Store, options: ReadOptions) -> Catalog:
         """Return the catalog of the checkpoint at the store's root. A malformed file raises a CkptkitError."""
@@ -108,76 +114,49 @@ def reader(module: str) -> Any:
     return importlib.import_module(f"ckptkit.formats.{module}")
 
 
-def _has_model_file(place: Candidate) -> bool:
-    name = model_file(torch_files(place.store, place.files))
-    return name is not None and (name in MODEL_FILES or parse_step(name) is None)
-
-
-# Tests look at names before they import a reader, because most formats do not match. The file names of DeepSpeed and
-# verl are unique. Formats that add a file to a DCP checkpoint precede DCP.
+# The first format that fits is used. Formats that add files to a DCP checkpoint precede DCP.
 FORMATS: tuple[Format, ...] = (
-    Format(
-        "ckptkit",
-        lambda p: RECORD in p.files or (MANIFEST in p.files and reader("own.reader").is_of_a_save(p.store)),
-        "own.reader",
-    ),
-    Format(
-        "deepspeed-universal",
-        lambda p: "zero" in p.directories and p.any_file(r".*_(?:model|optim)_states\.pt"),
-        "deepspeed.universal",
-    ),
-    Format("deepspeed", lambda p: p.any_file(r"layer_\d+(?:-model_\d+)?-model_states\.pt"), "deepspeed.pipeline"),
-    Format("deepspeed", lambda p: p.any_file(_DEEPSPEED), "deepspeed.zero"),
-    Format(
-        "deepspeed",
-        lambda p: reader("deepspeed.trainer").is_trainer_directory(p.files, p.directories),
-        "deepspeed.trainer",
-    ),
-    Format("verl", lambda p: p.any_file(r"model_world_size_\d+_rank_\d+\.pt"), "trainers.verl"),
-    Format(
-        "megatron",
-        lambda p: "metadata.json" in p.files and reader("trainers.megatron").is_megatron(p.store, p.files),
-        "trainers.megatron",
-    ),
-    Format(
-        "megatron",
-        lambda p: bool(reader("trainers.megatron_ranks").rank_directories(p.directories)),
-        "trainers.megatron_ranks",
-    ),
-    Format("lightning", lambda p: "meta.pt" in p.files and ".metadata" in p.files, "trainers.lightning"),
-    Format(
-        "lightrft",
-        lambda p: (
-            ("optim_states" in p.directories or "client_state.pt" in p.files)
-            and reader("trainers.lightrft").is_lightrft(p.files, p.directories)
-        ),
-        "trainers.lightrft",
-    ),
-    Format("dcp", lambda p: p.any_file(r"\.metadata|__\d+\.metadata"), "dcp.reader"),
-    Format("accelerate", lambda p: reader("trainers.accelerate").is_accelerate(list(p.listing)), "trainers.accelerate"),
-    Format("ckptkit-local", lambda p: p.any_file(r"local_\d{5,9}\.safetensors"), "own.local"),
-    Format("safetensors", lambda p: p.any_file(_SAFETENSORS), "hf.safetensors"),
-    Format("torch", lambda p: p.any_file(_TORCH_WEIGHTS), "torch_save"),
+    Format("ckptkit", "own.reader", (r"checkpoint\.json",)),
+    Format("ckptkit", "own.reader", (r"manifest\.safetensors",), lambda own, place: own.is_of_a_save(place.store)),
+    Format("deepspeed-universal", "deepspeed.universal", ("zero/", r".*_(?:model|optim)_states\.pt")),
+    Format("deepspeed", "deepspeed.pipeline", (r"layer_\d+(?:-model_\d+)?-model_states\.pt",)),
+    Format("deepspeed", "deepspeed.zero", (r".*mp_rank_\d+_(?:model|optim)_states\.pt|layer_\d+.*_states\.pt",)),
+    Format("deepspeed", "deepspeed.trainer", (r"trainer_state\.json", "global_step.*/")),
+    Format("deepspeed", "deepspeed.trainer", ("latest", "pytorch_model/", ACCELERATE_FILE.pattern)),
+    Format("verl", "trainers.verl", (r"model_world_size_\d+_rank_\d+\.pt",)),
+    Format("megatron", "trainers.megatron", (r"metadata\.json",), lambda it, place: it.is_megatron(place.store)),
+    Format("megatron", "trainers.megatron_ranks", (r"mp_rank_\d+(?:_\d+){0,2}/",)),
+    Format("lightning", "trainers.lightning", (r"meta\.pt", r"\.metadata")),
+    Format("lightrft", "trainers.lightrft", (r"\.metadata", r"optim_states/|client_state\.pt")),
+    Format("dcp", "dcp.reader", (r"\.metadata|__\d+\.metadata",)),
+    Format("accelerate", "trainers.accelerate", (ACCELERATE_MODEL.pattern,)),
+    Format("ckptkit-local", "own.local", (r"local_\d{5,9}\.safetensors",)),
+    Format("safetensors", "hf.safetensors", (_SAFETENSORS,)),
+    Format("torch", "torch_save", (_TORCH_WEIGHTS,)),
     Format(
         "directories",
-        lambda p: reader("trainers.directories").layout_of(p.store, p.directories) is not None,
         "trainers.directories",
+        ("model/|weights/|hf_weights/|hf_adapter/",),
+        lambda it, place: it.layout_of(place.store, place.directories) is not None,
     ),
 )
 # Files with arbitrary names are used only if no subdirectory is a checkpoint.
 UNNAMED: tuple[Format, ...] = (
     Format(
-        "rank-files",
-        lambda p: reader("trainers.rank_directory").is_rank_directory(p.store, p.files),
-        "trainers.rank_directory",
+        "rank-files", "trainers.rank_directory", (), lambda it, place: it.is_rank_directory(place.store, place.files)
     ),
-    Format("safetensors", lambda p: p.any_file(r".*\.safetensors"), "hf.safetensors"),
-    Format("torch", _has_model_file, "torch_save"),
+    Format("safetensors", "hf.safetensors", (r".*\.safetensors",)),
+    Format("torch", "torch_save", (), lambda _, place: _has_model_file(place)),
 )
 
 
+def _has_model_file(place: Candidate) -> bool:
+    name = model_file(torch_files(place.store, place.files))
+    return name is not None and (name in MODEL_FILES or parse_step(name) is None)
+
+
 def format_of(place: Candidate, formats: Sequence[Format] = ()) -> Format | None:
-    return next((form for form in formats or FORMATS if form.test(place)), None)
+    return next((form for form in formats or FORMATS if form.fits(place)), None)
 
 
 # Files that hold checkpoints which ckptkit can't read, by name: (pattern, what they are, what to do instead).
@@ -211,7 +190,7 @@ _POINTERS = ("latest", "latest_checkpointed_iteration.txt", "LATEST", "latest_un
 # Subdirectories of a step that each contain a model of their own (verl and SkyRL).
 _MEMBERS = ("actor", "policy", "model", "critic", "ref", "reward")
 _ASIDE = ("optim", "rng", "dataloader", "recipe_state")  # prefixes of the names of directories without a model
-_DATA = re.compile(r"__\d+_\d+\.distcp|\.metadata\.tmp")
+_DATA = r"__\d+_\d+\.distcp|\.metadata\.tmp"
 _EXPECTED = (
     "a checkpoint of ckptkit, torch DCP (.metadata), Hugging Face (*.safetensors, pytorch_model*.bin), DeepSpeed, "
     "verl, accelerate, Lightning, LightRFT, Megatron, NeMo or Oumi, a torch.save file, or a directory with steps in "
@@ -417,7 +396,7 @@ def _unknown(place: Candidate, url: str) -> CkptkitError:
     names = [f"{n}/" if item.kind == "directory" else n for n, item in place.listing.items()]
     shown = ", ".join(names[:8]) + (f", ... ({len(names)} in all)" if len(names) > 8 else "")
     refuse_unsupported(place.files)
-    if place.any_file(_DATA.pattern):
+    if place.has(_DATA):
         reader("dcp.catalog").open_catalog(place.store)  # raises an error that says what is missing
     if len(files := torch_files(place.store, place.files)) > 1:
         return CheckpointNotFoundError(
@@ -439,7 +418,7 @@ def _resolve(place: Candidate, url: str, depth: int) -> _Found | None:
     form = format_of(place)
     if form is not None:
         return _Found(place, url, form)
-    if place.any_file(_DATA.pattern):
+    if place.has(_DATA):
         return None  # an unfinished DCP save: everything in this directory belongs to it
     if depth < _MAX_DEPTH:
         for look in (_newest_step, _member, _pointed_at, _only_child):
@@ -609,4 +588,4 @@ def _numbered_files(place: Candidate) -> list[str]:
 
 
 def _torch_file(name: str) -> Format:
-    return Format("torch", lambda place: name in place.files, "torch_save", name)
+    return Format("torch", "torch_save", path=name)

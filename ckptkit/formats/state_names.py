@@ -35,6 +35,11 @@ WEIGHTS_NAMES = "model|adapter_model|diffusion_pytorch_model|consolidated"  # of
 MODEL_FILE = re.compile(r"(?:pytorch_)?model_(\d+)\.(?:safetensors|bin)")  # accelerate's second and later models
 OPTIMIZER_FILE = re.compile(r"optimizer(?:_(\d+))?\.(?:bin|pt)")
 ACCELERATE_FILE = re.compile(r"random_states_\d+\.pkl")  # accelerate always writes these
+# accelerate's FSDP models. Groups: model number, rank, kind. Not `pytorch_model.bin`, which many systems write.
+ACCELERATE_MODEL = re.compile(
+    r"(?=pytorch_model_fsdp|pytorch_model_\d+/?\Z|pytorch_model(?:_\d+)?_rank)"
+    r"pytorch_model(?:_fsdp)?(?:_(\d+))?(?:_rank(\d+))?(\.bin|/)"
+)
 STATE_FILE = re.compile(
     rf"scheduler(?:_\d+)?\.(?:bin|pt)|{ACCELERATE_FILE.pattern}|rng_state(?:_\d+)?\.pth|trainer_state\.json|"
     r"sampler(?:_\d+)?\.bin|custom_checkpoint_\d+\.pkl|scaler\.pt|dl_state_dict(?:_\d+)?\.bin"

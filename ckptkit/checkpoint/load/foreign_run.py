@@ -291,7 +291,7 @@ def _unread(
             else:
                 form = format_of(inner)
                 is_step = parse_step(name) is not None
-                if form is None and inner.any_file(_DCP_DATA):
+                if form is None and inner.has(_DCP_DATA):
                     open_source(f"{top}/{path}", storage_options=storage_options)  # raises, because it is incomplete
                 if form is None and is_step and any(map(format_of, _children(inner))):
                     yield path

@@ -9,29 +9,22 @@ for example an export or an average of weights.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 
 from ckptkit.catalog.entry import Catalog, CatalogInfo, Role
 from ckptkit.errors import CheckpointNotFoundError, CkptkitError, StorageError
+from ckptkit.formats.deepspeed import zero
+from ckptkit.formats.hf import safetensors
+from ckptkit.formats.hf.side_files import file_names, find_side_files
 from ckptkit.formats.options import ReadOptions
+from ckptkit.formats.trainers.merge import assembled, numbered, open_part, state_files, step_in
 from ckptkit.formats.trainers.steps import ordered
 from ckptkit.storage import Store
 from ckptkit.units import first_few
 
 _ACCELERATE = re.compile(r"pytorch_model(?:_(\d+))?")
-_RANDOM = re.compile(r"random_states_\d+\.pkl")
 _WEIGHTS = re.compile(r"(?:adapter_)?model(?:-\d+-of-\d+)?\.safetensors")
-
-
-def is_trainer_directory(files: Sequence[str], directories: Sequence[str]) -> bool:
-    """Return whether a directory with these names is a checkpoint that the Trainer or accelerate wrote with DeepSpeed.
-
-    False for DeepSpeed's own directory of a run, which has `latest` and a subdirectory for each tag.
-    """
-    if "trainer_state.json" in files:
-        return any(name.startswith("global_step") for name in directories)
-    return "latest" in files and "pytorch_model" in directories and any(map(_RANDOM.fullmatch, files))
 
 
 def _of_models(directories: Iterable[str]) -> dict[int, str]:
@@ -52,11 +45,6 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
     If the Trainer also wrote the weights as safetensors, these are the model's weights, and DeepSpeed's fp32 weights
     are only the master weights. Unreadable files of DeepSpeed are then no error; a note says why they were not read.
     """
-    from ckptkit.formats.deepspeed import zero  # lazy, because `is_trainer_directory` is called for every directory
-    from ckptkit.formats.hf import safetensors
-    from ckptkit.formats.hf.side_files import file_names, find_side_files
-    from ckptkit.formats.trainers.merge import assembled, numbered, open_part, state_files, step_in
-
     listing = store.list()
     directories = _of_models(item.path for item in listing if item.kind == "directory")
     if not directories:

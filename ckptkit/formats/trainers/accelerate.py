@@ -19,30 +19,21 @@ from ckptkit.errors import CheckpointNotFoundError, CorruptCheckpointError
 from ckptkit.formats.dcp import catalog
 from ckptkit.formats.hf.side_files import find_side_files, read_json
 from ckptkit.formats.options import ReadOptions
+from ckptkit.formats.state_names import ACCELERATE_MODEL
 from ckptkit.formats.trainers import fsdp1_local
 from ckptkit.formats.trainers.merge import assembled, numbered, open_part, renamed, state_files, step_in
 from ckptkit.formats.trainers.optimizer_files import OptimizerState, read_optimizer
 from ckptkit.formats.trainers.rank_files import RankFiles, join_model, read_files, recorded_ranks
 from ckptkit.storage import Store
 
-# This does not match `pytorch_model.bin`, because many systems write a file of this name.
-_MODEL = re.compile(
-    r"(?=pytorch_model_fsdp|pytorch_model_\d+\Z|pytorch_model(?:_\d+)?_rank)"
-    r"pytorch_model(?:_fsdp)?(?:_(\d+))?(?:_rank(\d+))?(\.bin)?"
-)
-_OPTIMIZER = re.compile(r"optimizer(?:_(\d+))?(?:_rank(\d+))?(\.bin)?")
+_OPTIMIZER = re.compile(r"optimizer(?:_(\d+))?(?:_rank(\d+))?(\.bin|/)")
 _STATE = "trainer_state.json"
-
-
-def is_accelerate(names: Sequence[str]) -> bool:
-    """Return whether these names at a checkpoint's root show that accelerate wrote the checkpoint."""
-    return any(_MODEL.fullmatch(name) for name in names)
 
 
 def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog:
     """Return the catalog of all models and optimizers in the checkpoint."""
     listing = {item.path: item for item in store.list()}
-    models = _by_index(listing, _MODEL)
+    models = _by_index(listing, ACCELERATE_MODEL)
     if not models:
         raise CheckpointNotFoundError(f"{store.url} has nothing named pytorch_model_fsdp* or pytorch_model_<i>.")
     optimizers = _by_index(listing, _OPTIMIZER)
@@ -59,8 +50,7 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
 def _by_index(listing: Mapping[str, Any], pattern: re.Pattern[str]) -> dict[int, list[str]]:
     found: dict[int, list[str]] = {}
     for name, item in listing.items():
-        match = pattern.fullmatch(name)
-        if match and (item.kind == "directory") == (match[3] is None):
+        if match := pattern.fullmatch(f"{name}/" if item.kind == "directory" else name):
             found.setdefault(int(match[1] or 0), []).append(name)
     return dict(sorted(found.items()))
 

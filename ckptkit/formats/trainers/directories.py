@@ -95,7 +95,7 @@ def _first(store: Store, names: Sequence[str], directories: Sequence[str]) -> tu
             continue
         files = [item.path[len(name) + 1 :] for item in store.list(name)]
         if any(file.endswith(".metadata") for file in files):
-            is_megatron = megatron.is_megatron(store.child(name), files)
+            is_megatron = megatron.METADATA in files and megatron.is_megatron(store.child(name))
             return name, megatron.open_catalog if is_megatron else catalog.open_catalog
         if any(file.endswith(".safetensors") for file in files):
             return name, safetensors.open_catalog

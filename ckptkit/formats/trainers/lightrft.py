@@ -37,11 +37,6 @@ _PATTERN = f"{OPTIMIZER_DIRECTORY}/_rank{{rank}}"
 _OBJECTS = {"client_state": "client_state.pt", "scheduler": "scheduler_state.pt"}
 
 
-def is_lightrft(files: Sequence[str], directories: Sequence[str]) -> bool:
-    """Return whether these names at a checkpoint's root show that LightRFT wrote the checkpoint."""
-    return catalog.METADATA in files and (OPTIMIZER_DIRECTORY in directories or "client_state.pt" in files)
-
-
 def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog:
     """Read the model's DCP and, if there is an optimizer, its DCP or rank files."""
     model = open_part(catalog.open_catalog, store, "", options)

@@ -22,10 +22,8 @@ _MASTER_STATES = frozenset(("fp32_param", "param", "master_param"))
 _OBJECTS = {"common": "common.pt", "modelopt_state": "modelopt_state.pt"}
 
 
-def is_megatron(store: Store, files: list[str]) -> bool:
-    """Return whether these files at a checkpoint's root show that Megatron wrote the checkpoint."""
-    if METADATA not in files:
-        return False
+def is_megatron(store: Store) -> bool:
+    """Return whether metadata.json at the store's root is Megatron's."""
     content = read_json(store, METADATA)
     return isinstance(content, dict) and "sharded_backend" in content
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable
-
 from ckptkit.catalog.entry import Catalog
 from ckptkit.errors import UnsupportedFormatError
 from ckptkit.formats import torch_save
@@ -12,20 +9,13 @@ from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.trainers.merge import open_part
 from ckptkit.storage import Store
 
-_RANK = re.compile(r"mp_rank_\d+(?:_\d+){0,2}")
-
-
-def rank_directories(directories: Iterable[str]) -> list[str]:
-    """Return the directories whose names are those of a Megatron rank."""
-    return sorted(name for name in directories if _RANK.fullmatch(name))
-
 
 def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog:
     """Return the catalog of the only rank's file. Refuses several: no file says along which dimension to join tensors.
 
     If the rank's directory also contains `distrib_optim.pt` (from the distributed optimizer), a note names this file.
     """
-    ranks = rank_directories(item.path for item in store.list() if item.kind == "directory")
+    ranks = sorted(item.path for item in store.list() if item.kind == "directory" and item.path.startswith("mp_rank_"))
     if len(ranks) > 1:
         raise UnsupportedFormatError(
             f"{store.url}: {ranks[0]} and {len(ranks) - 1} more: the model is split over Megatron's tensor-, pipeline- "
