@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from ckptkit.arguments import Location, location
 from ckptkit.errors import CkptkitError, UsageError
+from ckptkit.formats.models import with_trained_weights
 from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.own.record import CommitRecord, check_tag, find_record, step_name, step_of_name
-from ckptkit.formats.trainers.lightning import with_trained_weights
 from ckptkit.formats.training_state import saved_step
 from ckptkit.offline.conversion import ConvertReport, How, check_source_files, conclude
 from ckptkit.offline.copying.copier import Progress

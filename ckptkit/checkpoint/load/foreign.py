@@ -15,13 +15,13 @@ from ckptkit.errors import UNREADABLE, CheckpointMismatchError, CkptkitError, Sa
 from ckptkit.formats.dcp.class_records import in_parts, renamed_recipes
 from ckptkit.formats.dcp.subclasses import SUBCLASSES
 from ckptkit.formats.hf import safetensors
+from ckptkit.formats.models import number_of, numbered, prefix_of_optimizer, with_trained_weights
 from ckptkit.formats.nested import insert, with_lists
 from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.pickles.objects import TensorValue
 from ckptkit.formats.state_names import ACCELERATE_FILE, MODEL_FILE, OPTIMIZER_FILE, WEIGHTS_NAMES
 from ckptkit.formats.torch_save import MODEL_FILES, may_hold_model, open_file, torch_files
-from ckptkit.formats.trainers.lightning import with_trained_weights
-from ckptkit.formats.trainers.merge import assembled, model_of, numbered, renamed, state_files
+from ckptkit.formats.trainers.merge import assembled, renamed, state_files
 from ckptkit.formats.trainers.param_order import Param
 from ckptkit.formats.trainers.steps import ordered, parse_step
 from ckptkit.formats.training_state import (
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
-_OF_MODEL = re.compile(r"model_(\d+)\.(.+)")  # parameters of accelerate's second and later models
 _LIBRARY_FILE = re.compile(rf"(?:{WEIGHTS_NAMES})\.safetensors|adapter_model\.bin")
 _OF_RANKS = ("rank-files", "verl", "lightrft", "accelerate")  # formats with one file per rank
 _ANY_CLASS = ReadOptions(allow_pickle=True)  # training_args.bin contains an instance of transformers' class
@@ -172,7 +171,7 @@ def adopt(catalog: Catalog, store: Store, state: TrainState, *, optimizer: bool 
     known = {entry.fqn for entry in tensors.values() if entry.fqn}
     names = _LiveNames(rename, known, str(catalog.info.extra.get("module_prefix", "")), tied)
     for prefix, key in sections.items():
-        named = replace(names, numbers=numbers[prefix], front=model_of(prefix))
+        named = replace(names, numbers=numbers[prefix], front=prefix_of_optimizer(prefix))
         one = saved.optimizers[prefix]
         states = _states(one, named, read, _live(state, key))
         if one.groups:
@@ -331,8 +330,7 @@ def _in_order(models: Sequence[str]) -> Callable[[str], str]:
     """
 
     def rename(fqn: str) -> str:
-        match = _OF_MODEL.fullmatch(fqn)
-        index, rest = (int(match[1]), match[2]) if match else (0, fqn)
+        index, rest = number_of(fqn)
         return f"{models[index]}.{rest}" if index < len(models) else fqn
 
     return rename

@@ -17,8 +17,9 @@ from ckptkit.errors import CheckpointNotFoundError, CkptkitError, StorageError
 from ckptkit.formats.deepspeed import zero
 from ckptkit.formats.hf import safetensors
 from ckptkit.formats.hf.side_files import file_names, find_side_files
+from ckptkit.formats.models import numbered
 from ckptkit.formats.options import ReadOptions
-from ckptkit.formats.trainers.merge import assembled, numbered, open_part, state_files, step_in
+from ckptkit.formats.trainers.merge import assembled, open_part, state_files, step_in
 from ckptkit.formats.trainers.steps import ordered
 from ckptkit.storage import Store
 from ckptkit.units import first_few

@@ -18,10 +18,11 @@ from ckptkit.catalog.entry import Catalog, CatalogInfo
 from ckptkit.errors import CheckpointNotFoundError, CorruptCheckpointError
 from ckptkit.formats.dcp import catalog
 from ckptkit.formats.hf.side_files import find_side_files, read_json
+from ckptkit.formats.models import numbered
 from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.state_names import ACCELERATE_MODEL
 from ckptkit.formats.trainers import fsdp1_local
-from ckptkit.formats.trainers.merge import assembled, numbered, open_part, renamed, state_files, step_in
+from ckptkit.formats.trainers.merge import assembled, open_part, renamed, state_files, step_in
 from ckptkit.formats.trainers.optimizer_files import OptimizerState, read_optimizer
 from ckptkit.formats.trainers.rank_files import RankFiles, join_model, read_files, recorded_ranks
 from ckptkit.storage import Store

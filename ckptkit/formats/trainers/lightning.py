@@ -11,9 +11,10 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from ckptkit.catalog.entry import Catalog, CatalogInfo, Role, TensorEntry
+from ckptkit.catalog.entry import Catalog, CatalogInfo, Role
 from ckptkit.errors import UNREADABLE
 from ckptkit.formats.dcp import catalog as dcp
+from ckptkit.formats.models import AVERAGED_FROM
 from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.pickles.objects import read_pickled
 from ckptkit.formats.trainers.merge import assembled, open_part
@@ -21,7 +22,6 @@ from ckptkit.storage import Store
 
 META = "meta.pt"
 _PEFT = "base_model"
-_TRAINED = "current_model_state"  # where the callback WeightAveraging stores the weights that are trained
 
 
 def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog:
@@ -32,7 +32,7 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
     """
     catalog = open_part(dcp.open_catalog, store, "", options)
     meta, notes = _meta(store)
-    if _TRAINED in meta:
+    if AVERAGED_FROM in meta:
         notes = (
             *notes,
             f"the weights are a moving average; the trained weights are in {META}, which has one rank's part.",
@@ -80,40 +80,6 @@ def without_prefix(catalog: Catalog, prefix: str) -> Catalog:
         catalog.info, notes=(*catalog.info.notes, note), extra={**catalog.info.extra, "module_prefix": prefix}
     )
     return Catalog(tensors, catalog.objects, info)
-
-
-def is_averaged(catalog: Catalog) -> bool:
-    """Return whether a Lightning checkpoint has a moving average as its weights, and the trained weights separately."""
-    return catalog.info.producer.startswith("lightning") and any(
-        name.startswith(f"{_TRAINED}.") for name in catalog.tensors
-    )
-
-
-def with_trained_weights(catalog: Catalog) -> Catalog:
-    """Return the catalog with the trained weights as the model, and with a note about the change.
-
-    Lightning's WeightAveraging saves the moving average as the model, and the trained weights separately. In the
-    result, the names of the moving average have the prefix "ema.". A catalog without a moving average is returned
-    unchanged.
-    """
-    if not is_averaged(catalog):
-        return catalog
-    prefix = str(catalog.info.extra.get("module_prefix", ""))
-    trained = {
-        name.removeprefix(f"{_TRAINED}.").removeprefix(prefix): entry
-        for name, entry in catalog.tensors.items()
-        if name.startswith(f"{_TRAINED}.")
-    }
-    tensors: dict[str, TensorEntry] = {}
-    for name, entry in catalog.tensors.items():
-        if entry.role is Role.MODEL and entry.fqn in trained:
-            tensors[name] = replace(trained[entry.fqn], name=name, role=Role.MODEL, fqn=entry.fqn)
-            average = f"ema.{entry.fqn}"
-            tensors[average] = replace(entry, name=average, role=Role.OTHER, fqn="", key=("ema", entry.fqn))
-        elif not name.startswith(f"{_TRAINED}."):
-            tensors[name] = entry
-    note = f"the weights are those of {_TRAINED}; their moving average, which Lightning stores as state_dict, is 'ema'."
-    return Catalog(tensors, catalog.objects, replace(catalog.info, notes=(*catalog.info.notes, note)))
 
 
 def _meta(store: Store) -> tuple[dict[str, Any], tuple[str, ...]]:

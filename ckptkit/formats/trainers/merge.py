@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -133,34 +132,6 @@ def renamed(catalog: Catalog, prefix: str) -> Catalog:
     tensors = {name_of(name): replace(entry, name=name_of(name)) for name, entry in catalog.tensors.items()}
     objects = {name_of(name): replace(item, name=name_of(name)) for name, item in catalog.objects.items()}
     return Catalog(tensors, objects, catalog.info)
-
-
-def numbered(catalog: Catalog, index: int) -> Catalog:
-    """Rename the entries of one of several models, or of its optimizer, so that the catalogs can be merged.
-
-    Names start with `model_<index>.` or `optimizer_<index>.`. FQNs start with `model_<index>.`, except in the
-    optimizer's settings (see `model_of`).
-    """
-
-    def name_of(name: str) -> str:
-        top, _, rest = name.partition(".")
-        return f"optimizer_{index}.{rest}" if top == "optimizer" else f"model_{index}.{name}"
-
-    tensors = {
-        name_of(name): replace(entry, name=name_of(name), fqn=entry.fqn and f"model_{index}.{entry.fqn}")
-        for name, entry in catalog.tensors.items()
-    }
-    objects = {name_of(name): replace(item, name=name_of(name)) for name, item in catalog.objects.items()}
-    return Catalog(tensors, objects, catalog.info)
-
-
-def model_of(optimizer: str) -> str:
-    """Return the prefix of the FQNs of an optimizer's parameters: "model_1." for "optimizer_1".
-
-    Returns "" if the name is not one that `numbered` gives to an optimizer.
-    """
-    match = re.fullmatch(r"optimizer_(\d+)", optimizer)
-    return f"model_{match[1]}." if match else ""
 
 
 def _first(values: Iterable[Any]) -> Any:

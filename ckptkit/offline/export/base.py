@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckptkit.catalog.dtypes import from_safetensors
-from ckptkit.catalog.entry import Catalog, Role
+from ckptkit.catalog.entry import Catalog
 from ckptkit.errors import CheckpointNotFoundError, CorruptCheckpointError, UnsafePathError, UnsupportedFormatError
 from ckptkit.formats.hf import safetensors
 from ckptkit.formats.hf.side_files import find_side_files, is_side_file
+from ckptkit.formats.models import side_folders
 from ckptkit.storage.local import is_directory
 from ckptkit.storage.open import open_store
 from ckptkit.storage.store import Store, split_url
@@ -27,7 +28,6 @@ _WEIGHTS = re.compile(
 _REPO = re.compile(r"[\w.-]+(?:/[\w.-]+)?(?:@[\w./-]+)?")
 _REPO_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "LICENSE*", "LICENCE*", "NOTICE*", "*.py")
 _DTYPE_KEYS = ("dtype", "torch_dtype")
-_ADAPTER = re.compile(r"\.lora_(?:embedding_)?[AB]\.(?!weight$)([^.]+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,24 +118,13 @@ def side_file_names(store: Store, catalog: Catalog) -> tuple[dict[str, str], dic
         (files of the checkpoint, files of one of several models or adapters, which are in a folder with its name).
     """
     info = catalog.info
-    paths, folders = info.side_files, set[str]()
+    paths = info.side_files
     if info.format == "dcp":
         paths = paths or find_side_files(store).carried
-    if info.format in ("dcp", "torch"):
-        fqns = [entry.fqn for entry in catalog.by_role(Role.MODEL).values()]
-        found = _directories(store)
-        adapters = {match[1] for fqn in fqns if (match := _ADAPTER.search(fqn))}
-        models = {fqn.partition(".")[0] for fqn in fqns} & found
-        folders = models | (adapters & found)
-        for model in models if adapters else ():
-            folders |= {f"{model}/{adapter}" for adapter in adapters} & _directories(store, model)
-    inner = [path for folder in sorted(folders) for path in find_side_files(store, folder).carried]
+    folders = side_folders(store, catalog) if info.format in ("dcp", "torch") else []
+    inner = [path for folder in folders for path in find_side_files(store, folder).carried]
     in_folders = {path: name for name, path in info.model_files.items()} | dict(zip(inner, inner, strict=True))
     return {path: _export_name(path) for path in paths}, in_folders
-
-
-def _directories(store: Store, folder: str = "") -> set[str]:
-    return {entry.path for entry in store.list(folder) if entry.kind == "directory"}
 
 
 def beside_source(store: Store, catalog: Catalog, prefix: str | None = None) -> BaseModel:

@@ -2,31 +2,29 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Collection, Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import replace
 from typing import Any
 
 from ckptkit.catalog.entry import Catalog, Role, TensorEntry
 from ckptkit.errors import CheckpointMismatchError, CheckpointNotFoundError, UnsupportedFormatError, UsageError
-from ckptkit.formats.trainers.lightning import is_averaged
+from ckptkit.formats.models import (
+    averages_of,
+    is_averaged,
+    model_names,
+    names_average_of,
+    weights_beside_averages,
+)
 from ckptkit.units import counted, first_few
 
-# Prefixes of averaged tensors: ckptkit's `extra`, timm's state_dict_ema, LitEma's buffers, and others.
-_FRONT = re.compile(r"(?:.*?[._])??(?:ema|model_ema|ema_model|ema_weights|(?:model_)?ema_state_dict|state_dict_ema)\.")
 _WRAPPERS = 3  # maximum number of name components between the prefix and the model's names: "module.", "shadow."
 
 
-def averaged(
-    catalog: Catalog, prefix: str = "", models: Collection[str] = ()
-) -> tuple[dict[str, TensorEntry], tuple[str, ...]]:
+def averaged(catalog: Catalog, prefix: str = "") -> tuple[dict[str, TensorEntry], tuple[str, ...]]:
     """Return the averaged weights, keyed by FQN, and notes for the user.
 
     Tensors without an average (integers, buffers, frozen parameters) come from the model. If there are several models,
     this is the one whose names start with `prefix`.
-
-    Args:
-        models: The names of the models, each with a dot.
 
     Raises:
         CheckpointNotFoundError: There is no EMA.
@@ -34,32 +32,27 @@ def averaged(
         CheckpointMismatchError: The EMA does not belong to this model.
         UnsupportedFormatError: The EMA's tensors have no names, or are so small that they are stored in a JSON value.
     """
-    model = catalog.by_role(Role.MODEL)
     if is_averaged(catalog):
-        return model, ("the EMA is what Lightning's WeightAveraging stored as state_dict",)
-    groups: dict[str, dict[str, TensorEntry]] = {}
-    for name, entry in catalog.tensors.items():
-        if entry.role in (Role.MODEL, Role.OTHER) and (match := _FRONT.match(name)):
-            groups.setdefault(match[0], {})[name[match.end() :]] = entry
-    if not groups:
+        return catalog.by_role(Role.MODEL), ("the EMA is what Lightning's WeightAveraging stored as state_dict",)
+    averages = averages_of(catalog)
+    if not averages:
         raise CheckpointNotFoundError(
             "--weights ema: the checkpoint contains no tensors of an EMA (such as extra.ema..., state_dict_ema..., "
             "model_ema...). If the EMA has its own directory, as diffusers writes it, convert that directory."
         )
-    if len(groups) > 1:
+    if len(averages) > 1:
         raise UsageError(
-            f"--weights ema: the checkpoint contains several EMAs: {', '.join(sorted(groups))}. "
+            f"--weights ema: the checkpoint contains several EMAs: {', '.join(sorted(averages))}. "
             "Export one of them with --strip-prefix."
         )
-    front, found = next(iter(groups.items()))
-    every = {name: entry for name, entry in model.items() if not _FRONT.match(entry.name)}
+    front, found = next(iter(averages.items()))
+    every = weights_beside_averages(catalog)
     dotted = f"{prefix.removesuffix('.')}."
-    own = {name: entry for name, entry in every.items() if name.startswith(dotted)} or every
-    tops = {name.partition(".")[0] for name in every}
-    others = {name[:-1] for name in models if own is not every and not dotted.startswith(name)} & tops
-    if others.intersection(re.split(r"[._]", front.removeprefix("extra.").removeprefix("model_"))):
+    own = {name: entry for name, entry in every.items() if name.startswith(dotted)}
+    others = {name for name in model_names(every.values()) if own and not dotted.startswith(f"{name}.")} - {""}
+    if names_average_of(front, others):
         raise CheckpointMismatchError(f"--weights ema: {front!r} is the average of another model than {prefix!r}.")
-    return _named(catalog, front, found, own, every, others)
+    return _named(catalog, front, found, own or every, every, others)
 
 
 def _named(

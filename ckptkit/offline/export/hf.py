@@ -23,12 +23,13 @@ from ckptkit.errors import CheckpointMismatchError, UnsupportedFormatError, Usag
 from ckptkit.formats.dcp.class_records import recipes_of
 from ckptkit.formats.dcp.subclasses import SEPARATOR, Recipe, outer_name
 from ckptkit.formats.hf.torchao import describe_tensors, stored_name
+from ckptkit.formats.models import model_names
 from ckptkit.offline.copying.plan import OutputFile, OutputTensor
 from ckptkit.offline.export.base import BaseModel, WantedTensor, beside_source, export_config
 from ckptkit.offline.export.check import absent_layers, compare_with_base, unexpected_buffers
 from ckptkit.offline.export.model_card import CardFacts, model_card
 from ckptkit.offline.export.tied import restore_embedding, same_values, settle_tied
-from ckptkit.offline.export.weights import ExportOptions, matches, prefixes_of_models, select_targets, several_models
+from ckptkit.offline.export.weights import ExportOptions, matches, select_targets, several_models
 from ckptkit.storage.store import Store
 from ckptkit.units import counted, first_few
 
@@ -157,7 +158,7 @@ def plan_export(
 def _prefix_left(names: Iterable[str], catalog: Catalog) -> list[str]:
     """Return a note if all names start with the name of one of the checkpoint's models."""
     top, *others = {name.partition(".")[0] for name in names}
-    if others or f"{top}." not in prefixes_of_models(list(catalog.by_role(Role.MODEL).values())):
+    if others or top not in model_names(catalog.by_role(Role.MODEL).values()):
         return []
     return [
         f"all tensor names start with the model's name {top + '.'!r}, which transformers and vLLM do not expect. "

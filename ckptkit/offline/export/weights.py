@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import fnmatch
-import re
 from collections import Counter
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from ckptkit.catalog.dtypes import export_dtype
@@ -16,6 +15,7 @@ from ckptkit.errors import CheckpointMismatchError, CheckpointNotFoundError, Uns
 from ckptkit.formats.dcp.class_records import recipes_of
 from ckptkit.formats.dcp.subclasses import lower_bits_of, outer_name
 from ckptkit.formats.hf.torchao import CLASSES
+from ckptkit.formats.models import masters_of, model_names
 from ckptkit.keymaps.wrappers import strip_infixes, strip_prefix
 from ckptkit.units import counted, first_few
 
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from ckptkit.offline.vocabulary import VocabSize
 
 
-_NUMBERED = re.compile(r"model_\d+")  # the name that readers give to one of several models without a name
 _EXTRA_STATE = "_extra_state"  # what a module's get_extra_state returned; in TransformerEngine, a tensor
 
 # --- the options of an export
@@ -249,31 +248,16 @@ def _listed(prefixes: Collection[str]) -> str:
 
 def several_models(entries: Collection[TensorEntry]) -> str:
     """Return a message for the user if the tensors belong to several models, otherwise ""."""
-    models = prefixes_of_models(entries)
+    models = model_names(entries)
     if len(models) < 2:
         return ""
-    listed = first_few([repr(prefix) if prefix else "no model's name" for prefix in models])
+    listed = first_few([repr(f"{name}.") if name else "no model's name" for name in models])
     first = next(filter(None, models))
-    choice = f"--exclude '{first}*'" if "" in models else f"--strip-prefix {first[:-1]}"
+    choice = f"--exclude '{first}.*'" if "" in models else f"--strip-prefix {first}"
     return (
         f"there are {len(models)} models, whose tensor names start with {listed}; transformers and vLLM load one. "
         f"Choose one, for example with `{choice}`. To export all, pass --include '*'."
     )
-
-
-def prefixes_of_models(entries: Collection[TensorEntry]) -> list[str]:
-    """Return the names of the models to which the tensors belong, each with a dot. "" means a model without a name.
-
-    A tensor's model is recognized by the start of the tensor's name.
-    """
-    tops = {entry.name: entry.fqn.partition(".")[0] for entry in entries}
-    own: set[str] = set()  # those that are a model's name
-    for entry in entries:
-        top = tops[entry.name]
-        in_dict = len(entry.key) == 2 and "." in str(entry.key[1]) and entry.fqn == f"{entry.key[0]}.{entry.key[1]}"
-        if in_dict or entry.name == f"model_{entry.fqn}" or _NUMBERED.fullmatch(top):
-            own.add(top)
-    return list(dict.fromkeys([f"{top}." if top in own else "" for top in tops.values()]))
 
 
 def matches(patterns: tuple[str, ...], *names: str) -> bool:
@@ -293,14 +277,14 @@ def choose_weights(
     if weights == "ema":
         from ckptkit.offline.export.ema import averaged
 
-        entries, said = averaged(catalog, prefix, prefixes_of_models(list(catalog.by_role(Role.MODEL).values())))
+        entries, said = averaged(catalog, prefix)
         return Weights(entries, "ema", said)
     model = catalog.by_role(Role.MODEL)
     if weights == "model" or (weights == "auto" and model and not _rounded(catalog, dtype)):
         if not model:
             raise CheckpointNotFoundError(f"the checkpoint contains no model weights: {_roles(catalog)}.")
         return Weights(model, "model")
-    masters = catalog.by_role(Role.MASTER)
+    masters = masters_of(catalog)
     if not masters:
         what = "no fp32 masters" if weights == "master" else "neither model weights nor fp32 masters"
         why = "".join(f"\n  {note}" for note in catalog.info.notes)
@@ -315,7 +299,6 @@ def choose_weights(
             + "\n  ".join([f"no model weight: {n}" for n in strange] + [f"another shape: {n}" for n in shapes])
         )
     chosen = {name: masters.get(name, entry) for name, entry in model.items()}
-    chosen.update(_tied_masters(catalog, model, masters))
     alone = [name for name, entry in chosen.items() if entry.role is Role.MODEL]
     notes = (
         [
@@ -355,34 +338,6 @@ def _rounded(catalog: Catalog, dtype: str) -> bool:
     if len(pairs) < len(masters) or any(a.shape != b.shape for a, b in pairs):
         return False
     return any(a.dtype != b.dtype and export_dtype(a.dtype, dtype) != a.dtype for a, b in pairs)
-
-
-def _tied_masters(
-    catalog: Catalog, model: dict[str, TensorEntry], masters: dict[str, TensorEntry]
-) -> dict[str, TensorEntry]:
-    """Return the masters of tied parameters under the parameters' other names.
-
-    An optimizer knows only one name of a tied parameter. The other names are in the JSON of ckptkit's optimizers, or
-    their model weights are the same bytes in the same files.
-    """
-    owners = {_place(model[name]): name for name in masters if len(model[name].slices)}
-    tied = {name: owners[_place(entry)] for name, entry in model.items() if _place(entry) in owners}
-    for item in catalog.objects.values():
-        tree = item.value if item.encoding == "value" and item.role is Role.OPTIMIZER else None
-        table = tree.get("tied") if isinstance(tree, dict) else None
-        tied |= {name: fqn for name, fqn in table.items() if isinstance(fqn, str)} if isinstance(table, dict) else {}
-    return {
-        name: replace(masters[fqn], fqn=name)
-        for name, fqn in tied.items()
-        if name in model and name not in masters and fqn in masters
-    }
-
-
-def _place(entry: TensorEntry) -> tuple[tuple[str, int, int], ...]:
-    slices = entry.slices
-    if len(slices) > 4096:
-        return ((entry.name, -1, len(slices)),)
-    return tuple((row.path, row.start, row.nbytes) for row in slices)
 
 
 def _roles(catalog: Catalog) -> str:

@@ -29,13 +29,13 @@ from ckptkit.errors import CkptkitError, UnsupportedFormatError, UsageError
 from ckptkit.formats.dcp.class_records import recipes_of, renamed_recipes
 from ckptkit.formats.dcp.records import frame_object
 from ckptkit.formats.dcp.subclasses import SUBCLASSES
+from ckptkit.formats.models import prefix_of_optimizer
 from ckptkit.formats.nested import insert, with_lists
 from ckptkit.formats.own.reader import OBJECTS_NAME, role_of
 from ckptkit.formats.pickles.objects import TensorValue, decode_record, read_object
 from ckptkit.formats.pickles.zip import Archive, memory_store
 from ckptkit.formats.sources import read_box
 from ckptkit.formats.state_names import PARAM_GROUPS
-from ckptkit.formats.trainers.merge import model_of
 from ckptkit.formats.trainers.param_order import Param
 from ckptkit.formats.training_state import (
     SavedOptimizer,
@@ -82,7 +82,7 @@ def _add_trees(
     known = {entry.fqn for entry in catalog.tensors.values() if entry.fqn}
     module = str(catalog.info.extra.get("module_prefix", ""))
     for prefix, section in sections.items():
-        fqn_of = partial(_fqn_of, named=names[prefix], known=known, prefixes=(model_of(prefix), module))
+        fqn_of = partial(_fqn_of, named=names[prefix], known=known, prefixes=(prefix_of_optimizer(prefix), module))
         _add_optimizer(found, saved.optimizers[prefix], prefix, section, fqn_of)
         _add_missing_notes(found, saved.optimizers[prefix], section, {*names[prefix].values()})
     for random in saved.random.values():
