@@ -323,7 +323,7 @@ def _with_step(catalog: Catalog, url: str) -> Catalog:
     """
     name = url.rpartition("/")[2]
     named = parse_step(name)
-    if catalog.info.step is not None or named is None or (named.step == 0 and named.epoch >= 0):
+    if catalog.info.step is not None or named is None or not named.has_step:
         return catalog
     epoch = catalog.objects.get("epoch")
     if epoch is not None and epoch.value == named.step and "step" not in name and "iter" not in name:
@@ -566,7 +566,7 @@ def _beside(place: Candidate, name: str) -> list[str]:
     """Return the other torch.save files whose names contain the same step as `name`, or a higher step."""
     step = parse_step(name)
     others = ((n, parse_step(n)) for n in place.files if n != name and n.endswith(TORCH_ENDINGS))
-    return [n for n, other in others if step and other and (other.step, other.epoch) >= (step.step, step.epoch)]
+    return [n for n, other in others if step and other and other >= step]
 
 
 def _numbered_files(place: Candidate) -> list[str]:
@@ -580,7 +580,7 @@ def _numbered_files(place: Candidate) -> list[str]:
     if not steps:
         saved = place.files
         steps = ordered(may_hold_model(n for n in saved if n.endswith(TORCH_ENDINGS)))
-        if len(steps) > 1 and (steps[0].step, steps[0].epoch) == (steps[1].step, steps[1].epoch):
+        if len(steps) > 1 and steps[0] == steps[1]:
             return []
     if steps and reader("trainers.rank_directory").are_rank_files(place.store, saved, steps[0].name):
         return []

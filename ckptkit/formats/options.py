@@ -22,3 +22,6 @@ class ReadOptions:
     base: str | None = None
     strip_prefix: str | None = None
     allow_pickle: bool = False
+
+
+DEFAULTS = ReadOptions()

@@ -18,7 +18,7 @@ from ckptkit.errors import (
 from ckptkit.formats.hf.shard_files import check_index, numbered_files, read_index
 from ckptkit.formats.hf.side_files import find_side_files, unread_state
 from ckptkit.formats.nested import entries_of, other_containers
-from ckptkit.formats.options import ReadOptions
+from ckptkit.formats.options import DEFAULTS, ReadOptions
 from ckptkit.formats.pickles.objects import plain, read_pickled
 from ckptkit.formats.pickles.tensors import is_tensor
 from ckptkit.formats.pickles.walk import Unknown
@@ -42,7 +42,7 @@ def open_catalog(
     store: Store,
     *,
     path: str | None = None,
-    options: ReadOptions = ReadOptions(),  # noqa: B008 - frozen
+    options: ReadOptions = DEFAULTS,
 ) -> Catalog:
     """Open the torch.save file or files at the store's root.
 
@@ -126,7 +126,7 @@ def may_hold_model(files: Iterable[str]) -> list[str]:
     return [name for name in files if not _OTHER_FILES.search(name)]
 
 
-def open_file(store: Store, path: str, *, options: ReadOptions = ReadOptions()) -> Catalog:  # noqa: B008 - frozen
+def open_file(store: Store, path: str, *, options: ReadOptions = DEFAULTS) -> Catalog:
     """Return the catalog of one torch.save file."""
     value = plain(read_torch_file(store, path, options), file=path)
     _refuse_part(value, path)
@@ -145,13 +145,13 @@ def _refuse_part(value: Any, path: str) -> None:
         )
 
 
-def read_torch_file(store: Store, path: str, options: ReadOptions | None = None) -> Any:
+def read_torch_file(store: Store, path: str, options: ReadOptions = DEFAULTS) -> Any:
     """Return the value in a file of torch.save (zip or the older format) or in a plain pickle, which has no tensors.
 
     Reads no tensor bytes. With `options.allow_pickle`, instances of classes that are not on the allow-list become inert
     records.
     """
-    allow_pickle = options is not None and options.allow_pickle
+    allow_pickle = options.allow_pickle
     unknown: Unknown = "record" if allow_pickle else "refuse"
     try:
         return read_pickled(store, path, file=path, unknown=unknown)

@@ -198,9 +198,9 @@ def _not_surely_older(place: Candidate, chosen: str, parent: str) -> list[str]:
             continue
         if place.listing[name].kind == "symlink" and (_NEWEST.fullmatch(name) or (other and named and other > named)):
             raise _unclear(parent, chosen, name)
-        if named and other and _has_step(other) == _has_step(named) and is_folder == (chosen in folders):
+        if named and other and other.has_step == named.has_step and is_folder == (chosen in folders):
             # Directories were compared already. Among files, those that end in .ckpt were preferred.
-            is_older = is_folder or (other.step, other.epoch) <= (named.step, named.epoch)
+            is_older = is_folder or other <= named
         else:
             is_older = not is_folder and not name.endswith(TORCH_ENDINGS)
         if not is_older:
@@ -218,13 +218,8 @@ def _may_be_newest(name: str) -> bool:
 
 def _step_of(source: Source, name: StepName | None) -> int | None:
     """Return the step that a checkpoint records. If it records none, return the step in its name."""
-    named = name.step if name is not None and _has_step(name) else None
+    named = name.step if name is not None and name.has_step else None
     return named if source.catalog.info.step is None else source.catalog.info.step
-
-
-def _has_step(name: StepName) -> bool:
-    """Return whether a name contains a step. If it contains only an epoch, returns False."""
-    return name.step > 0 or name.epoch < 0
 
 
 def _unclear(parent: str, first: str, second: str, why: str = "") -> UsageError:

@@ -33,7 +33,7 @@ from ckptkit.errors import (
 from ckptkit.formats.dcp.locate import Items, LocatedSlices, find_opaque, item_batches
 from ckptkit.formats.dcp.roles import RoleTable
 from ckptkit.formats.nested import entries_of
-from ckptkit.formats.options import ReadOptions
+from ckptkit.formats.options import DEFAULTS, ReadOptions
 from ckptkit.formats.own.record import NO_RECORD, step_of_name
 from ckptkit.formats.pickles.inert import ChunkMetadata, Index, Record, StorageInfo, TensorMetadata, TorchDType
 from ckptkit.formats.pickles.objects import plain
@@ -62,7 +62,7 @@ Place = tuple[str, "tuple[int, ...] | None"]
 
 
 @collector_paused()
-def open_catalog(store: Store, *, options: ReadOptions = ReadOptions()) -> Catalog:  # noqa: B008 - frozen
+def open_catalog(store: Store, *, options: ReadOptions = DEFAULTS) -> Catalog:
     """Return the catalog of the DCP checkpoint at the store's root.
 
     Reads only the metadata files, unless all tensors are inside nested objects (`flatten_state_dict=False`). In that

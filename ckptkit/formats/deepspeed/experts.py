@@ -142,7 +142,7 @@ def _group_keys(inner: Mapping[str, Any]) -> list[tuple[Any, Any]]:
 
 
 def read_experts(
-    store: Store, files: Sequence[str], model: Mapping[str, Any], options: ReadOptions | None
+    store: Store, files: Sequence[str], model: Mapping[str, Any], options: ReadOptions
 ) -> dict[str, Joined]:
     """Return the weights in the experts' files. `model` is the content of the model file."""
     found = {(int(match[1] or -1), int(match[2])): match[0] for file in files if (match := EXPERT_FILE.fullmatch(file))}

@@ -153,7 +153,7 @@ class OptimStates:
 
 
 def read_model_states(
-    store: Store, files: Sequence[str], options: ReadOptions | None, *, without_module: bool = False
+    store: Store, files: Sequence[str], options: ReadOptions, *, without_module: bool = False
 ) -> ModelStates:
     """Read the model files at the root.
 
@@ -192,7 +192,7 @@ def read_model_states(
 
 
 def read_optim_states(
-    store: Store, files: Sequence[str], models: ModelStates, options: ReadOptions | None
+    store: Store, files: Sequence[str], models: ModelStates, options: ReadOptions
 ) -> OptimStates | None:
     """Read the optimizer files at the root. Returns None if the root contains no optimizer files."""
     matches = sorted((m for name in files if (m := OPTIM_FILE.fullmatch(name))), key=lambda m: int(m[2]))

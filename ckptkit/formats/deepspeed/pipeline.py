@@ -16,7 +16,7 @@ from ckptkit.formats.deepspeed.files import MODEL_FILE, OPTIM_FILE, read_model_s
 from ckptkit.formats.deepspeed.groups import add_moments, settings
 from ckptkit.formats.deepspeed.zero import Stage, catalog_of, read_stage
 from ckptkit.formats.hf.side_files import file_names
-from ckptkit.formats.options import ReadOptions
+from ckptkit.formats.options import DEFAULTS, ReadOptions
 from ckptkit.formats.pickles.tensors import StoredTensor
 from ckptkit.formats.trainers.master_check import MasterSampler
 from ckptkit.formats.trainers.optimizer_files import OptimizerState
@@ -28,7 +28,7 @@ _TIED = re.compile(r"tied_modules\.([^.]+)\.(.+)")
 _FILE = "mp_rank_{rank:02d}_model_states.pt"
 
 
-def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog:
+def open_catalog(store: Store, *, options: ReadOptions = DEFAULTS) -> Catalog:
     """Read a DeepSpeed pipeline checkpoint. The store's root is the directory of one tag, such as `global_step10`.
 
     Supports any number of stages, but no tensor parallelism.
@@ -54,7 +54,7 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
     return catalog_of(store, first, weights, masters, shared, optimizer, world_size=world_size, extra=extra)
 
 
-def _layers(store: Store, files: Sequence[str], options: ReadOptions | None) -> dict[str, Joined]:
+def _layers(store: Store, files: Sequence[str], options: ReadOptions) -> dict[str, Joined]:
     """Return the tensors of all layers, in layer order, in the job's compute dtype."""
     found: dict[int, str] = {}
     for match in filter(None, map(LAYER_FILE.fullmatch, files)):
@@ -83,7 +83,7 @@ def _numbers(files: Sequence[str], store: Store) -> list[int]:
 
 
 def _stage(
-    store: Store, files: Sequence[str], number: int, layers: Mapping[str, Joined], options: ReadOptions | None
+    store: Store, files: Sequence[str], number: int, layers: Mapping[str, Joined], options: ReadOptions
 ) -> Stage:
     models = read_model_states(store, [_FILE.format(rank=number)], options, without_module=True)
     size = models.values[0].get("mp_world_size")

@@ -18,8 +18,8 @@ from ckptkit.formats.deepspeed import zero
 from ckptkit.formats.hf import safetensors
 from ckptkit.formats.hf.side_files import file_names, find_side_files
 from ckptkit.formats.models import numbered
-from ckptkit.formats.options import ReadOptions
-from ckptkit.formats.trainers.merge import assembled, open_part, state_files, step_in
+from ckptkit.formats.options import DEFAULTS, ReadOptions
+from ckptkit.formats.trainers.merge import assembled, open_part, recorded_step, state_files
 from ckptkit.formats.trainers.steps import ordered
 from ckptkit.storage import Store
 from ckptkit.units import first_few
@@ -40,7 +40,7 @@ def _of_models(directories: Iterable[str]) -> dict[int, str]:
     return dict(sorted((int(match[1] or 0), name) for name in names if (match := _ACCELERATE.fullmatch(name))))
 
 
-def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog:
+def open_catalog(store: Store, *, options: ReadOptions = DEFAULTS) -> Catalog:
     """Read DeepSpeed's files, and the other files at the store's root.
 
     If the Trainer also wrote the weights as safetensors, these are the model's weights, and DeepSpeed's fp32 weights
@@ -56,7 +56,7 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
     has_file = is_trainer and any(map(_WEIGHTS.fullmatch, files))
     unread = [name for name in files if name.endswith(".safetensors") and not has_file]
     notes: tuple[str, ...] = (f"not read: {first_few(unread)}.",) if unread else ()
-    info = CatalogInfo("deepspeed", producer=writer, step=step_in(store, "trainer_state.json"), notes=notes)
+    info = CatalogInfo("deepspeed", producer=writer, step=recorded_step(store, "trainer_state.json"), notes=notes)
     parts = []
     if has_file:
         weights = safetensors.open_weights(store)

@@ -18,7 +18,7 @@ from ckptkit.errors import CorruptCheckpointError, IncompleteCheckpointError, Un
 from ckptkit.formats.deepspeed.files import Shape, read_model_states
 from ckptkit.formats.deepspeed.zero import catalog_of, frozen_weights
 from ckptkit.formats.hf.side_files import file_names
-from ckptkit.formats.options import ReadOptions
+from ckptkit.formats.options import DEFAULTS, ReadOptions
 from ckptkit.formats.pickles.tensors import StoredTensor
 from ckptkit.formats.torch_save import read_torch_file
 from ckptkit.formats.trainers.optimizer_files import OptimizerState
@@ -30,7 +30,7 @@ _STATE_FILE = re.compile(r"([A-Za-z0-9_]+)\.pt")
 _WEIGHT = "fp32"
 
 
-def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog:
+def open_catalog(store: Store, *, options: ReadOptions = DEFAULTS) -> Catalog:
     """Return the catalog of the universal checkpoint at the store's root. Reads no tensor bytes.
 
     Raises:
@@ -67,9 +67,7 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
     )
 
 
-def _parameters(
-    store: Store, files: dict[str, int], options: ReadOptions | None
-) -> Iterator[tuple[str, dict[str, Any]]]:
+def _parameters(store: Store, files: dict[str, int], options: ReadOptions) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield each parameter with the contents of its files. Adds the sizes of the files to `files`."""
     for item in store.list(_ROOT):
         if item.kind != "directory":

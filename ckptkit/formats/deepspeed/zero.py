@@ -20,7 +20,7 @@ from ckptkit.formats.deepspeed.experts import EXPERT_FILE, EXPERT_OPTIMIZER, rea
 from ckptkit.formats.deepspeed.files import MODEL_FILE, ModelStates, OptimStates, read_model_states, read_optim_states
 from ckptkit.formats.deepspeed.groups import FlatGroup, add_moments, check_experts, check_layout, groups_of, settings
 from ckptkit.formats.hf.side_files import file_names, find_side_files
-from ckptkit.formats.options import ReadOptions
+from ckptkit.formats.options import DEFAULTS, ReadOptions
 from ckptkit.formats.pickles.tensors import StoredTensor
 from ckptkit.formats.trainers.optimizer_files import (
     OptimizerState,
@@ -61,7 +61,7 @@ def read_stage(
     files: Sequence[str],
     models: ModelStates,
     copies: Mapping[str, Joined],
-    options: ReadOptions | None,
+    options: ReadOptions,
     experts: Mapping[str, Joined] | None = None,
 ) -> Stage:
     """Read the optimizer files that belong to a model file, and check that the optimizer fits the model's weights.
@@ -78,7 +78,7 @@ def read_stage(
     return Stage(models, optims, stage.by_settings, masters)
 
 
-def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog:
+def open_catalog(store: Store, *, options: ReadOptions = DEFAULTS) -> Catalog:
     """Return the catalog of a DeepSpeed checkpoint. The store's root is the directory of one tag (`global_step10`).
 
     Reads no tensor bytes.
@@ -175,7 +175,7 @@ def _refuse_foreign(store: Store, files: Sequence[str]) -> None:
         )
 
 
-def _experts(store: Store, files: Sequence[str], models: ModelStates, options: ReadOptions | None) -> dict[str, Joined]:
+def _experts(store: Store, files: Sequence[str], models: ModelStates, options: ReadOptions) -> dict[str, Joined]:
     if models.values[0].get("ds_autoep_layers"):
         raise UnsupportedFormatError(
             "the model file has ds_autoep_layers: experts that AutoEP fused. Convert it to a universal checkpoint with "

@@ -23,7 +23,7 @@ from ckptkit.formats.hf.header import HeaderTensor, SafetensorsHeader, read_head
 from ckptkit.formats.hf.shard_files import check_index, numbered_files, read_index
 from ckptkit.formats.hf.side_files import SideFiles, file_names, find_side_files, read_json, unread_state
 from ckptkit.formats.hf.torchao import DESCRIBED, found_recipes
-from ckptkit.formats.options import ReadOptions
+from ckptkit.formats.options import DEFAULTS, ReadOptions
 from ckptkit.gc_pause import collector_paused
 from ckptkit.storage import Store
 from ckptkit.storage.store import is_safe_name
@@ -31,7 +31,7 @@ from ckptkit.storage.store import is_safe_name
 _INDEX = ".safetensors.index.json"
 
 
-def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog:
+def open_catalog(store: Store, *, options: ReadOptions = DEFAULTS) -> Catalog:
     """Return the catalog of the safetensors checkpoint at the store's root. Reads only the headers."""
     catalog = open_weights(store)
     if catalog.info.format != "safetensors":

@@ -20,7 +20,7 @@ from ckptkit.catalog.box import Box
 from ckptkit.catalog.entry import Catalog, CatalogInfo, SliceArray, TensorEntry, TensorSlice
 from ckptkit.errors import CheckpointNotFoundError, CorruptCheckpointError, IncompleteCheckpointError
 from ckptkit.formats.hf.header import SafetensorsHeader, read_header
-from ckptkit.formats.options import ReadOptions
+from ckptkit.formats.options import DEFAULTS, ReadOptions
 from ckptkit.formats.own.json import parse
 from ckptkit.formats.own.manifest import MESHES, PLACEMENTS
 from ckptkit.formats.own.reader import role_of
@@ -74,7 +74,7 @@ def is_local(store: Store) -> bool:
     return any(_FILE.fullmatch(item.path) for item in store.list())
 
 
-def open_catalog(store: Store, *, options: ReadOptions = ReadOptions()) -> Catalog:  # noqa: B008 - frozen
+def open_catalog(store: Store, *, options: ReadOptions = DEFAULTS) -> Catalog:
     """Return the catalog of a directory of rank files that has no manifest. Reads the headers of all rank files.
 
     Raises:

@@ -14,7 +14,7 @@ from ckptkit.catalog.entry import Catalog, CatalogInfo, MeshInfo, ObjectEntry, R
 from ckptkit.digests import hex_digest_of, new_hasher
 from ckptkit.errors import CorruptCheckpointError, IncompleteCheckpointError, IntegrityError, UnsafePathError
 from ckptkit.formats.hf.side_files import is_inner_side_file, is_side_file
-from ckptkit.formats.options import ReadOptions
+from ckptkit.formats.options import DEFAULTS, ReadOptions
 from ckptkit.formats.own.columns import fields_of
 from ckptkit.formats.own.json import parse
 from ckptkit.formats.own.manifest import Manifest
@@ -48,7 +48,7 @@ _MAX_OBJECTS_BYTES = 256 << 20  # JSON takes up to twenty times its size in memo
 def open_catalog(
     store: Store,
     *,
-    options: ReadOptions = ReadOptions(),  # noqa: B008 - frozen
+    options: ReadOptions = DEFAULTS,
     record: CommitRecord | None = None,
 ) -> Catalog:
     """Open the committed checkpoint (SHARDED, FULL or LOCAL) at the store's root.

@@ -19,10 +19,10 @@ from ckptkit.errors import CheckpointNotFoundError, CorruptCheckpointError
 from ckptkit.formats.dcp import catalog
 from ckptkit.formats.hf.side_files import find_side_files, read_json
 from ckptkit.formats.models import numbered
-from ckptkit.formats.options import ReadOptions
+from ckptkit.formats.options import DEFAULTS, ReadOptions
 from ckptkit.formats.state_names import ACCELERATE_MODEL
 from ckptkit.formats.trainers import fsdp1_local
-from ckptkit.formats.trainers.merge import assembled, open_part, renamed, state_files, step_in
+from ckptkit.formats.trainers.merge import assembled, open_part, recorded_step, renamed, state_files
 from ckptkit.formats.trainers.optimizer_files import OptimizerState, read_optimizer
 from ckptkit.formats.trainers.rank_files import RankFiles, join_model, read_files, recorded_ranks
 from ckptkit.storage import Store
@@ -31,7 +31,7 @@ _OPTIMIZER = re.compile(r"optimizer(?:_(\d+))?(?:_rank(\d+))?(\.bin|/)")
 _STATE = "trainer_state.json"
 
 
-def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog:
+def open_catalog(store: Store, *, options: ReadOptions = DEFAULTS) -> Catalog:
     """Return the catalog of all models and optimizers in the checkpoint."""
     listing = {item.path: item for item in store.list()}
     models = _by_index(listing, ACCELERATE_MODEL)
@@ -44,7 +44,7 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
         found = _open_one(store, names, optimizers.get(index, []), sizes, options)
         parts += found if index == min(models) else [numbered(part, index) for part in found]
     producer = "transformers Trainer" if isinstance(read_json(store, _STATE), dict) else "accelerate"
-    info = CatalogInfo("accelerate", producer=producer, step=step_in(store, _STATE))
+    info = CatalogInfo("accelerate", producer=producer, step=recorded_step(store, _STATE))
     return assembled(store, parts, find_side_files(store).described_in(info), state_files(sizes))
 
 
@@ -61,7 +61,7 @@ def _open_one(
     models: Sequence[str],
     optimizers: Sequence[str],
     sizes: Mapping[str, int],
-    options: ReadOptions | None,
+    options: ReadOptions,
 ) -> list[Catalog]:
     """Return the catalogs of one model and its optimizer."""
     for names in (models, optimizers):
@@ -95,7 +95,7 @@ def _open_one(
     return [Catalog({**model.tensors, **optimizer.tensors}, optimizer.objects, info), *parts]
 
 
-def _read(store: Store, files: Sequence[str], options: ReadOptions | None) -> tuple[list[str], list[Any]]:
+def _read(store: Store, files: Sequence[str], options: ReadOptions) -> tuple[list[str], list[Any]]:
     """Return the names and the values of the files: one file per rank, in rank order, or a single full file."""
     ranks = RankFiles.matching(_template(files[0]), files) if "_rank" in files[0] else None
     if ranks is None:

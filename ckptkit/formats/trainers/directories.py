@@ -13,9 +13,9 @@ from ckptkit.errors import CheckpointNotFoundError
 from ckptkit.formats.dcp import catalog
 from ckptkit.formats.hf import safetensors
 from ckptkit.formats.hf.side_files import find_side_files
-from ckptkit.formats.options import ReadOptions
+from ckptkit.formats.options import DEFAULTS, ReadOptions
 from ckptkit.formats.trainers import megatron
-from ckptkit.formats.trainers.merge import Open, assembled, open_part, renamed, step_in
+from ckptkit.formats.trainers.merge import Open, assembled, open_part, recorded_step, renamed
 from ckptkit.storage import Store
 
 
@@ -70,7 +70,7 @@ def layout_of(store: Store, directories: Sequence[str]) -> DirectoryLayout | Non
     return None
 
 
-def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog:
+def open_catalog(store: Store, *, options: ReadOptions = DEFAULTS) -> Catalog:
     """Read the model and optimizer directories into one catalog. Paths are relative to the checkpoint's root."""
     directories = [item.path for item in store.list() if item.kind == "directory"]
     layout = layout_of(store, directories)
@@ -81,7 +81,7 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
     optimizer = _first(store, layout.optimizers, directories)
     if optimizer is not None:
         parts.append(renamed(open_part(optimizer[1], store, optimizer[0], options), "optimizer"))
-    step = step_in(store, *layout.steps) if layout.steps is not None else None
+    step = recorded_step(store, *layout.steps) if layout.steps is not None else None
     unread = [f"{name}/" for name in layout.optimizers if name in directories and optimizer is None]
     notes = (f"not read: {', '.join(unread)}.",) if unread else ()
     info = CatalogInfo(layout.format, producer=layout.producer, step=step, notes=notes)

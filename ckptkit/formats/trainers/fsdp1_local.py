@@ -52,7 +52,7 @@ def read(
     values: Sequence[Mapping[str, Any]],
     sizes: Mapping[str, int],
     optimizer: Catalog | None,
-    options: ReadOptions | None,
+    options: ReadOptions,
 ) -> Catalog:
     """Return the catalog of FSDP1 LOCAL rank files.
 
@@ -68,7 +68,7 @@ def read(
     layout, shapes = _described(optimizer, options)
     notes: list[str] = []
     if with_names:
-        if options is not None and options.layout is None and options.base is not None:
+        if options.layout is None and options.base is not None:
             base = safetensors.open_catalog(open_store(options.base))
             shapes = {**{name: entry.shape for name, entry in base.tensors.items()}, **shapes}
         for unit in layout.values():
@@ -89,12 +89,12 @@ def read(
     return Catalog(tensors, {}, info)
 
 
-def _described(optimizer: Catalog | None, options: ReadOptions | None) -> tuple[dict[str, Unit], dict[str, Shape]]:
+def _described(optimizer: Catalog | None, options: ReadOptions) -> tuple[dict[str, Unit], dict[str, Shape]]:
     """Return the flat parameters of the units, or the shapes of the parameters in module order.
 
     They come from the user's file or, if there is none, from the optimizer.
     """
-    given = options.layout if options is not None else None
+    given = options.layout
     if given is None:
         shapes: dict[str, Shape] = {}
         for entry in optimizer.tensors.values() if optimizer is not None else ():

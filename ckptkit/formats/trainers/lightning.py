@@ -15,22 +15,22 @@ from ckptkit.catalog.entry import Catalog, CatalogInfo, Role
 from ckptkit.errors import UNREADABLE
 from ckptkit.formats.dcp import catalog as dcp
 from ckptkit.formats.models import AVERAGED_FROM
-from ckptkit.formats.options import ReadOptions
+from ckptkit.formats.options import DEFAULTS, ReadOptions
 from ckptkit.formats.pickles.objects import read_pickled
-from ckptkit.formats.trainers.merge import assembled, open_part
+from ckptkit.formats.trainers.merge import assembled
 from ckptkit.storage import Store
 
 META = "meta.pt"
 _PEFT = "base_model"
 
 
-def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog:
+def open_catalog(store: Store, *, options: ReadOptions = DEFAULTS) -> Catalog:
     """Return the catalog of the DCP checkpoint and the `meta.pt` at the store's root.
 
     Strips the prefix that all weights share, such as "model." (the network's attribute in the LightningModule). If
     `options.strip_prefix` is set, strips nothing: the caller then strips that prefix.
     """
-    catalog = open_part(dcp.open_catalog, store, "", options)
+    catalog = dcp.open_catalog(store, options=options)
     meta, notes = _meta(store)
     if AVERAGED_FROM in meta:
         notes = (
@@ -46,7 +46,7 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
         notes=notes,
     )
     whole = assembled(store, [catalog], info, {"meta": META})
-    if options is not None and options.strip_prefix is not None:
+    if options.strip_prefix is not None:
         return whole
     return without_prefix(whole, module_prefix(entry.fqn for entry in whole.by_role(Role.MODEL).values()))
 

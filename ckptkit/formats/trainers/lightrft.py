@@ -15,7 +15,7 @@ from ckptkit.catalog.entry import Catalog, CatalogInfo, Role
 from ckptkit.errors import CorruptCheckpointError
 from ckptkit.formats.dcp import catalog
 from ckptkit.formats.nested import entries_of
-from ckptkit.formats.options import ReadOptions
+from ckptkit.formats.options import DEFAULTS, ReadOptions
 from ckptkit.formats.pickles.inert import Record
 from ckptkit.formats.pickles.objects import plain
 from ckptkit.formats.pickles.walk import loads
@@ -37,9 +37,9 @@ _PATTERN = f"{OPTIMIZER_DIRECTORY}/_rank{{rank}}"
 _OBJECTS = {"client_state": "client_state.pt", "scheduler": "scheduler_state.pt"}
 
 
-def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog:
+def open_catalog(store: Store, *, options: ReadOptions = DEFAULTS) -> Catalog:
     """Read the model's DCP and, if there is an optimizer, its DCP or rank files."""
-    model = open_part(catalog.open_catalog, store, "", options)
+    model = catalog.open_catalog(store, options=options)
     below = {item.path: item.size for item in store.list(OPTIMIZER_DIRECTORY)}
     parts = [model]
     if f"{OPTIMIZER_DIRECTORY}/{catalog.METADATA}" in below:
@@ -52,7 +52,7 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
 # --- an optimizer with one file per rank
 
 
-def _rank_files(store: Store, below: Mapping[str, int], model: Catalog, options: ReadOptions | None) -> Catalog:
+def _rank_files(store: Store, below: Mapping[str, int], model: Catalog, options: ReadOptions) -> Catalog:
     files = RankFiles.matching(_PATTERN, below)
     if not files.names:
         raise CorruptCheckpointError(f"{OPTIMIZER_DIRECTORY}/ has neither .metadata nor _rank<R> files.")

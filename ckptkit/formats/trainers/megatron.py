@@ -12,8 +12,8 @@ from ckptkit.catalog.entry import Catalog, CatalogInfo, Role, TensorEntry
 from ckptkit.errors import UnsupportedFormatError
 from ckptkit.formats.dcp import catalog
 from ckptkit.formats.hf.side_files import read_json
-from ckptkit.formats.options import ReadOptions
-from ckptkit.formats.trainers.merge import assembled, open_part
+from ckptkit.formats.options import DEFAULTS, ReadOptions
+from ckptkit.formats.trainers.merge import assembled
 from ckptkit.storage import Store
 
 METADATA = "metadata.json"
@@ -28,7 +28,7 @@ def is_megatron(store: Store) -> bool:
     return isinstance(content, dict) and "sharded_backend" in content
 
 
-def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog:
+def open_catalog(store: Store, *, options: ReadOptions = DEFAULTS) -> Catalog:
     """Read the DCP checkpoint at the store's root. Optimizer states are recognized by Megatron's names."""
     content = read_json(store, METADATA)
     backend = content.get("sharded_backend") if isinstance(content, dict) else None
@@ -37,7 +37,7 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
             f"{METADATA}: sharded_backend is {backend!r}; only 'torch_dist' is supported. Save again with "
             "--dist-ckpt-format torch_dist, or convert it with Megatron's own tools first."
         )
-    part = open_part(catalog.open_catalog, store, "", options)
+    part = catalog.open_catalog(store, options=options)
     part = replace(part, tensors={name: _with_role(entry) for name, entry in part.tensors.items()})
     size = info.size if (info := store.info(METADATA)) is not None else -1
     notes = ["names are Megatron's, with the layers stacked on dimension 0; a key map renames them."]

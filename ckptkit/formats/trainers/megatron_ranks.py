@@ -5,12 +5,12 @@ from __future__ import annotations
 from ckptkit.catalog.entry import Catalog
 from ckptkit.errors import UnsupportedFormatError
 from ckptkit.formats import torch_save
-from ckptkit.formats.options import ReadOptions
+from ckptkit.formats.options import DEFAULTS, ReadOptions
 from ckptkit.formats.trainers.merge import open_part
 from ckptkit.storage import Store
 
 
-def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog:
+def open_catalog(store: Store, *, options: ReadOptions = DEFAULTS) -> Catalog:
     """Return the catalog of the only rank's file. Refuses several: no file says along which dimension to join tensors.
 
     If the rank's directory also contains `distrib_optim.pt` (from the distributed optimizer), a note names this file.

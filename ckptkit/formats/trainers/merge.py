@@ -16,15 +16,10 @@ from ckptkit.storage import Store
 Open = Callable[..., Catalog]
 
 
-def open_part(open_catalog: Open, store: Store, directory: str, options: ReadOptions | None) -> Catalog:
-    """Return the catalog of a subdirectory ("" is the store's root). Paths are relative to the store.
-
-    Error messages name the directory.
-    """
-    if not directory:
-        return open_catalog(store, options=options or ReadOptions())
+def open_part(open_catalog: Open, store: Store, directory: str, options: ReadOptions) -> Catalog:
+    """Return the catalog of a subdirectory. Paths are relative to the store. Error messages name the directory."""
     try:
-        return placed(open_catalog(store.child(directory), options=options or ReadOptions()), directory)
+        return placed(open_catalog(store.child(directory), options=options), directory)
     except CkptkitError as error:
         raise type(error)(f"{directory}/: {error}") from error
 
@@ -54,48 +49,24 @@ def placed(catalog: Catalog, directory: str) -> Catalog:
     )
 
 
-def assembled(store: Store, parts: Sequence[Catalog], info: CatalogInfo, objects: Mapping[str, str]) -> Catalog:
+def assembled(store: Store, parts: Sequence[Catalog], info: CatalogInfo, files: Mapping[str, str]) -> Catalog:
     """Return the catalog of a checkpoint that consists of several parts and of files at the store's root.
 
     Args:
         info: The info of the whole checkpoint. Missing fields are taken from the parts.
-        objects: Files of additional objects, such as a scheduler, by the object's name. Missing files are left out.
+        files: Files of additional objects, such as a scheduler, by the object's name. Missing files are left out.
+
+    Raises:
+        CorruptCheckpointError: A name occurs in two parts.
     """
     sizes = {item.path: item.size for item in store.list() if item.kind == "file"}
     found = {
         name: ObjectEntry(name, path, 0, sizes[path], encoding="json" if path.endswith(".json") else "torch_save")
-        for name, path in objects.items()
+        for name, path in files.items()
         if path in sizes
     }
     info = replace(info, files={**info.files, **{item.path: item.nbytes for item in found.values()}})
-    return merged([*parts, Catalog({}, found, info)], info)
-
-
-def state_files(names: Iterable[str]) -> dict[str, str]:
-    """Return the Trainer's or accelerate's files of schedulers, random states and similar objects, by object name.
-
-    If two names differ only in the ending, as `scheduler.bin` and `scheduler.pt`, the second keeps its ending.
-    """
-    found: dict[str, str] = {}
-    for name in sorted(filter(STATE_FILE.fullmatch, names)):
-        stem = name.rpartition(".")[0]
-        found[name if stem in found else stem] = name
-    return found
-
-
-def step_in(store: Store, file: str, key: str = "global_step") -> int | None:
-    """Return the step in a JSON file, or None if the file or the step is missing."""
-    content = read_json(store, file)
-    step = content.get(key) if isinstance(content, dict) else None
-    return step if type(step) is int else None
-
-
-def merged(parts: Sequence[Catalog], info: CatalogInfo) -> Catalog:
-    """Merge catalogs, with their files, notes and side files. Raises CorruptCheckpointError if a name occurs twice.
-
-    Args:
-        info: The info of the whole checkpoint. Missing fields are taken from the parts.
-    """
+    parts = [*parts, Catalog({}, found, info)]
     tensors: dict[str, TensorEntry] = {}
     objects: dict[str, ObjectEntry] = {}
     for part in parts:
@@ -121,6 +92,25 @@ def merged(parts: Sequence[Catalog], info: CatalogInfo) -> Catalog:
             extra={**{key: value for i in infos for key, value in i.extra.items()}, **info.extra},
         ),
     )
+
+
+def state_files(names: Iterable[str]) -> dict[str, str]:
+    """Return the Trainer's or accelerate's files of schedulers, random states and similar objects, by object name.
+
+    If two names differ only in the ending, as `scheduler.bin` and `scheduler.pt`, the second keeps its ending.
+    """
+    found: dict[str, str] = {}
+    for name in sorted(filter(STATE_FILE.fullmatch, names)):
+        stem = name.rpartition(".")[0]
+        found[name if stem in found else stem] = name
+    return found
+
+
+def recorded_step(store: Store, file: str, key: str = "global_step") -> int | None:
+    """Return the step in a JSON file, or None if the file or the step is missing."""
+    content = read_json(store, file)
+    step = content.get(key) if isinstance(content, dict) else None
+    return step if type(step) is int else None
 
 
 def renamed(catalog: Catalog, prefix: str) -> Catalog:

@@ -15,7 +15,7 @@ from typing import Any
 from ckptkit.catalog.entry import Catalog, CatalogInfo, ObjectEntry
 from ckptkit.errors import UNREADABLE, CheckpointNotFoundError, CorruptCheckpointError
 from ckptkit.formats.hf.side_files import file_names, find_side_files
-from ckptkit.formats.options import ReadOptions
+from ckptkit.formats.options import DEFAULTS, ReadOptions
 from ckptkit.formats.pickles.objects import plain
 from ckptkit.formats.pickles.tensors import DTensorRecord, ShardedTensorRecord, StoredTensor, is_tensor
 from ckptkit.formats.state_names import MODEL_KEYS, OPTIMIZER_KEY, STEPS
@@ -23,7 +23,7 @@ from ckptkit.formats.torch_save import begins_like_torch, may_hold_model, open_f
 from ckptkit.formats.trainers import fsdp1_local
 from ckptkit.formats.trainers.optimizer_files import OptimizerState, plain_value, read_optimizer
 from ckptkit.formats.trainers.rank_files import RankFiles, RankModel, join_model, recorded_ranks
-from ckptkit.formats.trainers.steps import ordered, step_in
+from ckptkit.formats.trainers.steps import ordered, parse_step
 from ckptkit.storage import Store
 from ckptkit.units import first_few
 
@@ -48,7 +48,7 @@ def are_rank_files(store: Store, files: Sequence[str], newest: str) -> bool:
     if model is None:
         return False
     if model.step is not None and not model.may_be_steps:
-        return model.step == step_in(newest)
+        return model.step == parse_step(newest)
     return _contain_shards(model, store)
 
 
@@ -117,7 +117,7 @@ class _Saved:
         return cls(levels[-1], rest)
 
 
-def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog:
+def open_catalog(store: Store, *, options: ReadOptions = DEFAULTS) -> Catalog:
     """Read the rank files.
 
     Each file is a state dict, or a dict that contains the state dict of the model and, optionally, of the optimizer.
@@ -145,17 +145,14 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
         catalog = _of_all_ranks(store, of_model, groups, saved, model, options)
     info = catalog.info
     files = {name: sizes[name] for name in dict.fromkeys((*names, *info.files))}
-    # A name with only an epoch does not say which step it is.
-    named = of_model.step[0] if of_model.step is not None and (of_model.step[0] > 0 or of_model.step[1] < 0) else None
+    named = of_model.step.step if of_model.step is not None and of_model.step.has_step else None
     info = replace(info, step=named if info.step is None else info.step, world_size=info.world_size or len(names))
     return replace(catalog, info=replace(info, format="rank-files", files=files))
 
 
-def _of_rank_0(
-    store: Store, name: str, model: RankModel, differing: Sequence[str], options: ReadOptions | None
-) -> Catalog:
+def _of_rank_0(store: Store, name: str, model: RankModel, differing: Sequence[str], options: ReadOptions) -> Catalog:
     """Read the file of rank 0, which contains the whole training state. `differing`: see `_differing`."""
-    catalog = open_file(store, name, options=options or ReadOptions())
+    catalog = open_file(store, name, options=options)
     notes = (*catalog.info.notes, f"each rank saved the whole model; {name} was read.", *model.notes)
     if differing:
         notes += (f"not read: other ranks' values of {first_few(differing)}, which differ from rank 0's.",)
@@ -168,7 +165,7 @@ def _of_all_ranks(
     groups: Sequence[RankFiles],
     saved: Sequence[_Saved],
     model: RankModel,
-    options: ReadOptions | None,
+    options: ReadOptions,
 ) -> Catalog:
     """Return the joined model and optimizer, and the values that all ranks saved alike, such as a scheduler's."""
     first, names = saved[0], of_model.ordered

@@ -16,12 +16,12 @@ from typing import Any, TypeAlias, TypeVar
 from ckptkit.catalog.box import flat_range_boxes, row_major_strides
 from ckptkit.catalog.entry import MeshInfo, Role, SliceArray, TensorEntry, TensorSlice
 from ckptkit.errors import CorruptCheckpointError, IncompleteCheckpointError, UnsupportedFormatError
-from ckptkit.formats.options import ReadOptions
+from ckptkit.formats.options import DEFAULTS, ReadOptions
 from ckptkit.formats.pickles.tensors import DTensorRecord, ShardedTensorRecord, StoredTensor, is_tensor
 from ckptkit.formats.torch_save import read_torch_file
 from ckptkit.formats.trainers.param_order import Param
 from ckptkit.formats.trainers.shards import local_parts, mesh_coordinate, slices_of
-from ckptkit.formats.trainers.steps import step_in
+from ckptkit.formats.trainers.steps import StepName, parse_step
 from ckptkit.keymaps.wrappers import strip_infixes
 from ckptkit.storage import Store
 from ckptkit.storage.pool import WorkerPool
@@ -61,7 +61,7 @@ class Joined:
         return entry
 
 
-def read_files(store: Store, paths: Iterable[str], options: ReadOptions | None = None) -> list[Any]:
+def read_files(store: Store, paths: Iterable[str], options: ReadOptions = DEFAULTS) -> list[Any]:
     """Return the values in the torch.save files `paths`, in order. Reads no tensor bytes."""
     paths = list(paths)
     if len(paths) < 3 or not store.asking_costs:  # parsing holds the GIL, so threads help only while requests wait
@@ -94,20 +94,20 @@ class RankFiles:
         return [self.names[rank] for rank in sorted(self.names)]
 
     @property
-    def step(self) -> tuple[int, int] | None:
-        """The (step, epoch) in each of the names, or None. The rank does not count."""
-        return step_in(self.template)
+    def step(self) -> StepName | None:
+        """The step in each of the names, or None. The rank does not count."""
+        return parse_step(self.template)
 
     @property
     def may_be_steps(self) -> bool:
         """Whether the number that differs may be the step, as in checkpoint_0.pt but not in step_100_rank_0.pt."""
-        return any(step_in(name) != self.step for name in self.names.values())
+        return any(parse_step(name) != self.step for name in self.names.values())
 
     def check(self, world_size: int) -> None:
         """Raise IncompleteCheckpointError if a rank has no file."""
         missing_ranks(self.names, world_size, self.template)
 
-    def read(self, store: Store, options: ReadOptions | None = None) -> list[Any]:
+    def read(self, store: Store, options: ReadOptions = DEFAULTS) -> list[Any]:
         """Return the values in the files, in rank order. All ranks up to the highest must have a file."""
         self.check(max(self.names) + 1)
         return read_files(store, self.ordered, options)

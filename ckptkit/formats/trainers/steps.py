@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 # Numbers such as 1000, 1,000, 1_000, 10k, 1.5k and 1e4. In ckpt_3_512, "_" separates two numbers.
 _DIGITS = (
@@ -22,11 +22,16 @@ _VERSION = re.compile(r".*-v(\d{1,18})(?:\.\w+)?")  # Lightning adds "-v1" to a 
 
 @dataclass(frozen=True, slots=True, order=True)
 class StepName:
-    """A name that contains a step. Ordered by step, then by epoch, then by name."""
+    """A name that contains a step. Compared by step, then by epoch."""
 
     step: int
     epoch: int
-    name: str
+    name: str = field(compare=False)
+
+    @property
+    def has_step(self) -> bool:
+        """Whether the name contains a step. A name such as epoch_3 contains only an epoch."""
+        return self.step > 0 or self.epoch < 0
 
 
 def parse_step(name: str) -> StepName | None:
@@ -45,12 +50,6 @@ def _value(digits: str) -> int:
     plain = digits.lower().replace(",", "").replace("_", "")
     number, exponent, power = plain.replace("k", "e3").partition("e")
     return round(float(number) * 10 ** int(power)) if exponent else int(number)
-
-
-def step_in(name: str) -> tuple[int, int] | None:
-    """Return (step, epoch) in a name, or None if the name contains no step."""
-    found = parse_step(name)
-    return None if found is None else (found.step, found.epoch)
 
 
 def ordered(names: Iterable[str]) -> list[StepName]:

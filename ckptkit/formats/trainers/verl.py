@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from ckptkit.catalog.entry import Catalog, CatalogInfo, ObjectEntry
 from ckptkit.errors import CheckpointNotFoundError, CorruptCheckpointError, IncompleteCheckpointError
 from ckptkit.formats.hf.side_files import file_names, find_side_files, read_json
-from ckptkit.formats.options import ReadOptions
+from ckptkit.formats.options import DEFAULTS, ReadOptions
 from ckptkit.formats.trainers.optimizer_files import OptimizerState, is_state_dicts, read_flat_optimizer, read_optimizer
 from ckptkit.formats.trainers.param_order import Param
 from ckptkit.formats.trainers.rank_files import RankFiles, join_model, one_replica
@@ -22,7 +22,7 @@ _MODEL_FILE = re.compile(r"model_world_size_(\d+)_rank_\d+\.pt")
 _ADAPTERS = ("lora_train_meta.json", "lora_adapter/adapter_config.json")
 
 
-def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog:
+def open_catalog(store: Store, *, options: ReadOptions = DEFAULTS) -> Catalog:
     """Return the catalog of verl's rank files at the store's root. Reads no tensor bytes."""
     sizes = {entry.path: entry.size for entry in store.list()}
     files = file_names(store.list())
@@ -82,7 +82,7 @@ def _optimizer(
     world_size: int,
     params: Sequence[Param],
     replica: Sequence[int],
-    options: ReadOptions | None,
+    options: ReadOptions,
 ) -> OptimizerState:
     try:
         files.check(world_size)
