@@ -209,13 +209,12 @@ def check_experts(experts: Mapping[str, Joined], masters: Mapping[str, Joined]) 
             )
 
 
-def add_moments(optimizer: OptimizerState, group: FlatGroup, names: Mapping[str, str] | None = None) -> None:
+def add_moments(optimizer: OptimizerState, group: FlatGroup, names: Mapping[str, str]) -> None:
     """Add the moments and steps of a group's parameters to the optimizer.
 
     Args:
-        names: Old name -> new name. Parameters that are not listed are omitted. If None, all names stay the same.
+        names: Old name -> new name. Parameters that are not listed are omitted.
     """
-    names = {name: name for name in group.params} if names is None else names
     for state in group.vectors:
         if state:
             for name, joined in group.cut(state):
@@ -230,7 +229,7 @@ def add_moments(optimizer: OptimizerState, group: FlatGroup, names: Mapping[str,
                 optimizer.add_value(name, state, value)
 
 
-def settings(params: Sequence[Iterable[str]], optims: OptimStates) -> dict[str, ObjectEntry]:
-    """Return the settings of the parameter groups (lr, betas). The "params" of each group are the names in `params`."""
-    groups = [{**given, "params": list(names)} for given, names in zip(optims.param_groups, params, strict=False)]
+def settings(params: Mapping[int, Iterable[str]], optims: OptimStates) -> dict[str, ObjectEntry]:
+    """Return the settings of the parameter groups (lr, betas). `params` has the names of the parameters, by group."""
+    groups = [{**given, "params": list(params.get(index, ()))} for index, given in enumerate(optims.param_groups)]
     return group_objects(groups, {})

@@ -13,13 +13,11 @@ from collections.abc import Mapping, Sequence
 from ckptkit.catalog.entry import Catalog, Role
 from ckptkit.errors import CorruptCheckpointError, IncompleteCheckpointError, UnsupportedFormatError
 from ckptkit.formats.deepspeed.files import MODEL_FILE, OPTIM_FILE, read_model_states
-from ckptkit.formats.deepspeed.groups import add_moments, settings
-from ckptkit.formats.deepspeed.zero import Stage, catalog_of, read_stage
+from ckptkit.formats.deepspeed.zero import Stage, catalog_of, joined_stages, read_stage
 from ckptkit.formats.hf.side_files import file_names
 from ckptkit.formats.options import DEFAULTS, ReadOptions
 from ckptkit.formats.pickles.tensors import StoredTensor
 from ckptkit.formats.trainers.master_check import MasterSampler
-from ckptkit.formats.trainers.optimizer_files import OptimizerState
 from ckptkit.formats.trainers.rank_files import Joined, join, missing_ranks, read_files
 from ckptkit.storage import Store
 
@@ -38,14 +36,10 @@ def open_catalog(store: Store, *, options: ReadOptions = DEFAULTS) -> Catalog:
     stages = [_stage(store, files, number, layers, options) for number in _numbers(files, store)]
     _check_layers(stages, layers)
     ties = _ties(store, stages, layers)
-    masters: dict[str, Joined] = {}
-    optimizer = OptimizerState()
-    for stage in stages:
-        new = {name: ties.get(name, [name])[0] for name in stage.masters if ties.get(name, [name])[0] not in masters}
-        masters.update({new[name]: stage.masters[name] for name in new})
-        for group in stage.groups:
-            add_moments(optimizer, group, new)
-    _add_settings(optimizer, stages, ties)
+    masters, optimizer = joined_stages(stages, ties)
+    plain = [stage.models.file for stage in stages if stage.models.values[0].get("optimizer") is not None]
+    if plain:
+        optimizer.notes.append(f"the optimizer in {plain[0]} was not read: it is from a pipeline without ZeRO.")
     shared = {alias: names[0] for names in ties.values() for alias in names[1:]}
     weights = {name: joined for name, joined in {**layers, **masters}.items() if name not in shared}
     world_size = sum(stage.optims.world_size for stage in stages if stage.optims is not None) or None
@@ -143,18 +137,3 @@ def _is_layer(sampler: MasterSampler, layers: Mapping[str, Joined], layer: str, 
         and sampler.fits(master.entry("master", Role.MASTER), f"{layer}.{rest}")
         for rest, master in masters.items()
     )
-
-
-def _add_settings(optimizer: OptimizerState, stages: Sequence[Stage], ties: Mapping[str, Sequence[str]]) -> None:
-    """Add the settings of the parameter groups, with the parameters of all stages."""
-    plain = [stage.models.file for stage in stages if stage.models.values[0].get("optimizer") is not None]
-    if plain:
-        optimizer.notes.append(f"the optimizer in {plain[0]} was not read: it is from a pipeline without ZeRO.")
-    optims = stages[0].optims
-    if optims is None:
-        return
-    names: list[dict[str, None]] = [{} for _ in optims.param_groups]
-    for stage in stages:
-        for known, parts in zip(names, stage.by_settings, strict=False):
-            known.update((ties.get(name, [name])[0], None) for group in parts for name in group.params)
-    optimizer.objects.update(settings(names, optims))

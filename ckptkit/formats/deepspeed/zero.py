@@ -51,10 +51,6 @@ class Stage:
     by_settings: Sequence[Sequence[FlatGroup]]
     masters: Mapping[str, Joined]
 
-    @property
-    def groups(self) -> list[FlatGroup]:
-        return [group for parts in self.by_settings for group in parts]
-
 
 def read_stage(
     store: Store,
@@ -70,12 +66,40 @@ def read_stage(
         experts: Weights in the experts' files, or None if the experts have no files of their own.
     """
     optims = read_optim_states(store, files, models, options)
-    stage = Stage(models, optims, groups_of(models, optims, experts or ()), {})
-    masters = {name: joined for group in stage.groups for name, joined in group.cut("")}
+    by_settings = groups_of(models, optims, experts or ())
+    groups = [group for parts in by_settings for group in parts]
+    masters = {name: joined for group in groups for name, joined in group.cut("")}
     if experts is not None:
         check_experts(experts, masters)
-    check_layout(store, stage.groups, masters, copies)
-    return Stage(models, optims, stage.by_settings, masters)
+    check_layout(store, groups, masters, copies)
+    return Stage(models, optims, by_settings, masters)
+
+
+def joined_stages(
+    stages: Sequence[Stage], ties: Mapping[str, Sequence[str]] = {}
+) -> tuple[dict[str, Joined], OptimizerState]:
+    """Return the master weights and the optimizer of all stages.
+
+    Args:
+        ties: For each parameter of a shared module, its names in the layers that share the module. The first is used.
+    """
+
+    def name_of(name: str) -> str:
+        return ties.get(name, [name])[0]
+
+    masters: dict[str, Joined] = {}
+    optimizer = OptimizerState()
+    params: dict[int, dict[str, None]] = {}  # of each parameter group, in order
+    for stage in stages:
+        new = {name: name_of(name) for name in stage.masters if name_of(name) not in masters}
+        masters.update({new[name]: stage.masters[name] for name in new})
+        for index, groups in enumerate(stage.by_settings):
+            for group in groups:
+                params.setdefault(index, {}).update((name_of(name), None) for name in group.params)
+                add_moments(optimizer, group, new)
+    if stages[0].optims is not None:
+        optimizer.objects.update(settings(params, stages[0].optims))
+    return masters, optimizer
 
 
 def open_catalog(store: Store, *, options: ReadOptions = DEFAULTS) -> Catalog:
@@ -89,16 +113,10 @@ def open_catalog(store: Store, *, options: ReadOptions = DEFAULTS) -> Catalog:
     experts = _experts(store, files, models, options)
     copies = {**models.whole(elsewhere=frozenset()), **experts}
     stage = read_stage(store, files, models, copies, options, experts)
-    optims, masters = stage.optims, stage.masters
+    optims, (masters, optimizer) = stage.optims, joined_stages([stage])
     whole = models.whole(elsewhere=models.trained if optims is not None else frozenset())
     weights = {**whole, **experts, **masters, **frozen_weights(models)}
-    optimizer = OptimizerState()
-    if optims is not None:
-        for group in stage.groups:
-            add_moments(optimizer, group)
-        names = [[name for group in parts for name in group.params] for parts in stage.by_settings]
-        optimizer.objects.update(settings(names, optims))
-    elif not models.stage3:
+    if optims is None and not models.stage3:
         optimizer.notes.append("there are no *_optim_states.pt files: the weights are those of the model file.")
         masters = _add_plain(store, files, models, weights, optimizer)
     _check_complete(models, weights)
@@ -188,7 +206,7 @@ def _experts(store: Store, files: Sequence[str], models: ModelStates, options: R
 
 def _add_plain(
     store: Store, files: Sequence[str], models: ModelStates, weights: Mapping[str, Joined], optimizer: OptimizerState
-) -> Mapping[str, Joined]:
+) -> dict[str, Joined]:
     """Add the optimizer of a job without ZeRO, and return the fp32 master weights by parameter.
 
     DeepSpeed stores the optimizer's state and the full master weights in the model file. The master weights are in the
