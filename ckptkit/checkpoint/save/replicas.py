@@ -2,7 +2,7 @@
 
 Plain tensors and optimizer values are normally equal on all ranks, so a checkpoint stores only one copy of each. If the
 values differ (running statistics of each rank's data, unsynchronised parameters, optimizer states computed from a
-shard), one copy would silently lose the values of all other ranks. `checkpoint/state/optimizer_layout` decides on which
+shard), one copy would silently lose the values of all other ranks. `checkpoint/state/optimizer/layout` decides on which
 ranks of a later job a rank's own optimizer states may be loaded.
 """
 
