@@ -17,7 +17,7 @@ GPU_PYTHON ?= $(shell $(PYTHON) -c "import importlib.util as u; exit(not u.find_
 # `make gpu DEVICE=cpu` runs the same code on the host.
 DEVICE ?= cuda
 
-.PHONY: demo test test-night test-ci test-sweeps test-all test-floor test-torchtitan test-vllm coverage gpu gpu-wheels lint docs clean
+.PHONY: demo test test-night test-ci test-sweeps test-all test-floor test-newest test-torchtitan test-vllm coverage gpu gpu-wheels lint docs clean
 
 demo: .venv/demo.stamp
 	.venv/bin/python examples/train_and_export.py
@@ -48,6 +48,15 @@ test-all: .venv/test.stamp
 # as the lowest numpy has no wheel for later ones.
 test-floor: .venv-floor/stamp
 	.venv-floor/bin/python $(filter-out .venv/bin/python,$(PYTEST)) -m "not night"
+
+# The daily set with the newest version of each dependency, in an environment of its own.
+test-newest: .venv-newest/stamp
+	.venv-newest/bin/python $(filter-out .venv/bin/python,$(PYTEST)) -m "not night"
+
+.venv-newest/stamp: pyproject.toml
+	$(PYTHON) -m venv --clear .venv-newest
+	.venv-newest/bin/pip install --quiet --disable-pip-version-check --upgrade -e '.[test]'
+	touch $@
 
 .venv-floor/stamp: pyproject.toml tests/floor.py
 	$(PYTHON) -m venv --clear .venv-floor
@@ -130,4 +139,4 @@ docs: .venv/docs.stamp
 	touch $@
 
 clean:
-	rm -rf .venv .venv-gpu .venv-floor .venv-torchtitan .venv-vllm
+	rm -rf .venv .venv-gpu .venv-floor .venv-newest .venv-torchtitan .venv-vllm
