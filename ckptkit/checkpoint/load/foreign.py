@@ -286,9 +286,12 @@ def aligned(catalog: Catalog, state: TrainState) -> tuple[Callable[[str], str], 
     adapted = _adapter_names(live_tensors(state))
     live = live_tensors(state).keys() | adapted.keys()
     saved = {entry.fqn for entry in catalog.by_role(Role.MODEL).values()}
-    best, hits = ("", ""), len(saved & live)  # best: (removed prefix, added prefix)
-    if hits == len(saved):  # no prefix can match more names
+    if saved <= live:
         return lambda fqn: adapted.get(fqn, fqn), []
+    shorter = {without_infixes(fqn) for fqn in saved}  # live names lack "_orig_mod." and similar components, too
+    unwrapped: Callable[[str], str] = without_infixes if len(shorter) == len(saved) else str
+    saved = {unwrapped(fqn) for fqn in saved}
+    best, hits = ("", ""), len(saved & live)  # best: (removed prefix, added prefix)
     candidates: set[tuple[str, str]] = set()
     for fqn in _samples(saved):
         candidates |= {("", name[: -len(fqn)]) for name in live if name.endswith(f".{fqn}")}
@@ -300,10 +303,11 @@ def aligned(catalog: Catalog, state: TrainState) -> tuple[Callable[[str], str], 
             best, hits = (drop, add), fit
     in_order = _in_order([*state.parts("model")])
     if sum(1 for fqn in saved if in_order(fqn) in live) > hits:
-        return in_order, ["models: the checkpoint numbers them; they were matched by order."]
+        return lambda fqn: in_order(unwrapped(fqn)), ["models: the checkpoint numbers them; they were matched by order."]
     drop, add = best
 
     def rename(fqn: str) -> str:
+        fqn = unwrapped(fqn)
         fqn = add + fqn[len(drop) :] if fqn.startswith(drop) else fqn
         return adapted.get(fqn, fqn)
 

@@ -141,6 +141,23 @@ def test_two_saved_weights_are_not_loaded_into_one(tmp_path):
     states.check_misfit(tmp_path / "run", state, "'bias' and another tensor", which=str(tmp_path / "a.pt"))
 
 
+@pytest.mark.parametrize("form", ["torch.save", "dcp", "safetensors"])
+def test_layers_that_were_compiled_are_loaded(tmp_path, form):
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+    model[0] = torch.compile(model[0])
+    saved = model.state_dict()
+    assert saved.keys() >= {"0._orig_mod.weight", "1.weight"}
+    if form == "dcp":
+        dcp.save({"model": saved}, checkpoint_id=tmp_path / "a", no_dist=True)
+    elif form == "torch.save":
+        torch.save({"model": saved}, tmp_path / "a")
+    else:
+        save_file(saved, tmp_path / "a.safetensors")
+    state = TrainState(model=nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2)), rng=False)
+    states.load(tmp_path / "run", state, str(tmp_path / "a") + (".safetensors" if form == "safetensors" else ""))
+    assert all(map(torch.equal, state.model.state_dict().values(), saved.values()))
+
+
 @pytest.mark.parametrize("form", ["torch.save", "dcp"])
 def test_a_submodule_that_the_wrapper_contains_twice_is_loaded(tmp_path, form):
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
