@@ -50,7 +50,7 @@ def entries_of(
 
 @dataclass(frozen=True, slots=True)
 class _Leaf:
-    """A leaf of a saved value, with the leaf's path. A leaf is a tensor, or a whole subtree without tensors."""
+    """A leaf of a saved value, with the leaf's path: a tensor, or a whole subtree without tensors and optimizers."""
 
     path: Path
     file: str
@@ -61,12 +61,12 @@ def _leaves(value: Any, path: Path, file: str, known: dict[int, bool], levels: i
     """Yield the leaves of a plain value. The caller has limited the value's nesting and size with `plain`.
 
     Args:
-        known: See `has_tensor`.
+        known: See `has_parts`.
         levels: How many levels of dicts are opened even if they contain no tensors.
     """
     # An optimizer may have no tensors, and a parameter's state may consist of numbers.
     opened = is_optimizer(value) or (levels > 0 and isinstance(value, dict) and value)
-    if is_tensor(value) or not isinstance(value, (dict, list, tuple)) or not (opened or has_tensor(value, known)):
+    if is_tensor(value) or not isinstance(value, (dict, list, tuple)) or not (opened or has_parts(value, known)):
         yield _Leaf(path, file, value)
         return
     items: Sequence[tuple[Any, Any]] = list(value.items()) if isinstance(value, dict) else list(enumerate(value))
@@ -80,16 +80,19 @@ def is_optimizer(value: Any) -> bool:
     return isinstance(value, dict) and {"state", PARAM_GROUPS} <= value.keys()
 
 
-def has_tensor(value: Any, known: dict[int, bool]) -> bool:
-    """Return whether a nested value contains a tensor. `known` caches the result for each container, by id."""
-    if is_tensor(value):
+def has_parts(value: Any, known: dict[int, bool]) -> bool:
+    """Return whether a nested value contains a tensor, or an optimizer, which may have no tensors.
+
+    `known` caches the result for each container, by id.
+    """
+    if is_tensor(value) or is_optimizer(value):
         return True
     if not isinstance(value, (dict, list, tuple)):
         return False
     if id(value) not in known:
         known[id(value)] = False
         items = value.values() if isinstance(value, dict) else value
-        known[id(value)] = any(has_tensor(item, known) for item in items)
+        known[id(value)] = any(has_parts(item, known) for item in items)
     return known[id(value)]
 
 
@@ -243,16 +246,16 @@ def dicts_with(keys: Collection[str], value: Any, name: str) -> dict[str, dict[s
 
 
 def other_containers(values: Iterable[Any]) -> dict[str, list[list[str | int]]]:
-    """Return the paths of tuples, and of dicts with the keys 0, 1, 2, ..., that contain tensors.
+    """Return the paths of tuples, and of dicts with the keys 0, 1, 2, ..., that contain tensors or optimizers.
 
-    The names of the tensors look as if these containers were lists. Optimizers are left out, because their states are
+    The names of the entries look as if these containers were lists. Optimizers are left out, because their states are
     always dicts.
     """
     found: dict[str, list[list[str | int]]] = {}
     known: dict[int, bool] = {}
 
     def walk(value: Any, path: list[str | int]) -> None:
-        if not has_tensor(value, known) or not isinstance(value, (dict, list, tuple)):
+        if not has_parts(value, known) or not isinstance(value, (dict, list, tuple)):
             return
         if isinstance(value, dict):
             if is_optimizer(value):

@@ -356,8 +356,8 @@ def _owner(entry: TensorEntry | ObjectEntry) -> str:
     # In ("state", "master", ...), "master" is the name of a parameter.
     ends += [i for i, part in enumerate(entry.key[:-1]) if part == "master" and entry.key[max(i - 1, 0)] != "state"]
     ends += [i for i, part in enumerate(entry.key[:-2]) if part == "state"]
-    if not ends and entry.key[-1:] == ("state",):
-        ends = [len(entry.key) - 1]  # the empty state of an optimizer without momentum
+    if entry.key[-1:] == ("state",) and "state" not in entry.key[-3:-1]:
+        ends.append(len(entry.key) - 1)  # the empty state of an optimizer without momentum
     below = ".".join(str(part) for part in entry.key[max(ends) :]) if ends else ""
     if below and entry.name.endswith(below):  # a reader may have added a prefix to the name
         return entry.name.removesuffix(below).rstrip(".")

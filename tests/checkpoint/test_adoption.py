@@ -63,6 +63,17 @@ def test_an_optimizer_without_moments_is_restored(tmp_path):
     assert live.optimizer.param_groups[0]["lr"] == 0.1
 
 
+@pytest.mark.parametrize("path", [("optimizer",), ("optimizers", "SGD"), ("state", "optimizers", "SGD"), ("opt", 0)])
+def test_an_optimizer_without_moments_is_restored_wherever_torch_save_stored_it(tmp_path, path):
+    saved, live = optimized(torch.nn.Linear(2, 2)), optimized(torch.nn.Linear(2, 2), lr=0.5)
+    value = saved.optimizer.state_dict()
+    for key in reversed(path):
+        value = [value] if key == 0 else {key: value}
+    torch.save({"model": saved.model.state_dict(), **value}, tmp_path / "a.pt")
+    load(tmp_path / "run", live, str(tmp_path / "a.pt"))
+    assert live.optimizer.param_groups[0]["lr"] == 0.1
+
+
 def test_what_dcpwriter_saved_resumes_like_any_dcp(tmp_path):
     saved = torch.nn.Linear(4, 4)
     writer = DCPWriter(str(tmp_path / "run" / "step_7"))
