@@ -301,6 +301,23 @@ def test_a_numbered_optimizer_keeps_its_state_if_order_and_shapes_prove_the_name
             assert_same(live.optimizer.state[mine], saved.optimizer.state[theirs])
 
 
+@pytest.mark.parametrize("named", [False, True])
+def test_the_prefix_of_ddp_is_stripped(tmp_path, named):
+    saved, live = (TrainState(model=torch.nn.Linear(3, 2), rng=False) for _ in range(2))
+    params = [(f"module.{name}", p) for name, p in saved.model.named_parameters()]
+    saved.optimizer = torch.optim.AdamW(params if named else saved.model.parameters())
+    live.optimizer = torch.optim.AdamW(live.model.parameters())
+    saved.model(torch.ones(3)).sum().backward()
+    saved.optimizer.step()
+    weights = {f"module.{name}": value for name, value in saved.model.state_dict().items()}
+    torch.save({"state_dict": weights, "optimizer": saved.optimizer.state_dict()}, tmp_path / "a.pt")
+    for kind in ("sharded", "local"):
+        made = reshard(str(tmp_path / "a.pt"), str(tmp_path / kind), world_size=1, type=kind).dst
+        load(tmp_path / "run", live, made)
+        assert same(list(live.optimizer.state.values()), list(saved.optimizer.state.values()))
+        assert_same(live.model.state_dict(), saved.model.state_dict())
+
+
 def test_lists_of_tensors_in_the_state_of_an_optimizer_stay_lists(tmp_path):
     def job() -> TrainState:
         model = torch.nn.Linear(3, 2)

@@ -303,7 +303,9 @@ def aligned(catalog: Catalog, state: TrainState) -> tuple[Callable[[str], str], 
             best, hits = (drop, add), fit
     in_order = _in_order([*state.parts("model")])
     if sum(1 for fqn in saved if in_order(fqn) in live) > hits:
-        return lambda fqn: in_order(unwrapped(fqn)), ["models: the checkpoint numbers them; they were matched by order."]
+        return lambda fqn: in_order(unwrapped(fqn)), [
+            "models: the checkpoint numbers them; they were matched by order."
+        ]
     drop, add = best
 
     def rename(fqn: str) -> str:

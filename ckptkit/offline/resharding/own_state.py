@@ -15,7 +15,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -25,7 +25,7 @@ import numpy.typing as npt
 from ckptkit.catalog.box import Box
 from ckptkit.catalog.entry import Catalog, ObjectEntry, Role, SliceArray, TensorEntry
 from ckptkit.catalog.targets import Target
-from ckptkit.errors import CkptkitError, UnsupportedFormatError, UsageError
+from ckptkit.errors import CheckpointMismatchError, CkptkitError, UnsupportedFormatError, UsageError
 from ckptkit.formats.dcp.class_records import recipes_of, renamed_recipes
 from ckptkit.formats.dcp.records import frame_object
 from ckptkit.formats.dcp.subclasses import SUBCLASSES
@@ -407,6 +407,7 @@ def _key(name: str, role: Role, fqn: str, state: str) -> Key:
 
 
 def _of_others(store: Store, catalog: Catalog, step: int) -> OwnState:
+    catalog = _without_wrappers(catalog)
     found = OwnState()
     saved = read_training_state(store, catalog, tensor=_tensor_value, read=partial(_read, store))
     sections = _sections_of("optimizer", saved.optimizers)
@@ -466,6 +467,19 @@ def _of_others(store: Store, catalog: Catalog, step: int) -> OwnState:
     return found
 
 
+def _without_wrappers(catalog: Catalog) -> Catalog:
+    """Return the catalog without the prefixes of wrappers, such as DDP's "module.", because live names lack them.
+
+    Returns the catalog unchanged if two names would become equal.
+    """
+    try:
+        names = strip_infixes(catalog.by_role(Role.MODEL))
+    except CheckpointMismatchError:
+        return catalog
+    tensors = {name: replace(entry, fqn=names.get(entry.fqn, entry.fqn)) for name, entry in catalog.tensors.items()}
+    return replace(catalog, tensors=tensors)
+
+
 def _read(store: Store, entries: Sequence[TensorEntry]) -> dict[str, TensorValue]:
     return {
         entry.name: TensorValue(entry.dtype, entry.shape, bytes(read_box(store, entry, Box.whole(entry.shape))))
@@ -480,7 +494,8 @@ def _parameter_names(found: OwnState, catalog: Catalog, saved: TrainingState) ->
     and shapes do not determine the FQNs, the mapping is empty.
     """
     params: dict[tuple[str, int, str], Param] = {}  # by their place on disk; of tied weights, only the first counts
-    for entry in catalog.by_role(Role.MODEL).values():
+    weights = catalog.by_role(Role.MODEL)
+    for entry in weights.values():
         if entry.fqn.rpartition(".")[2] not in _BATCH_NORM and len(entry.slices):
             part = entry.slices[0]
             place = (part.path, part.start, entry.fqn if not part.nbytes else "")
@@ -494,7 +509,8 @@ def _parameter_names(found: OwnState, catalog: Catalog, saved: TrainingState) ->
                     "the optimizer numbers its parameters; they were matched to the model's by order and shape"
                 )
         else:
-            names[prefix] = {**one.names, **{part.param: part.fqn for part in one.tensors if part.fqn}}
+            named = {n: name if name in weights else strip_infixes([name])[name] for n, name in one.names.items()}
+            names[prefix] = {**named, **{part.param: part.fqn for part in one.tensors if part.fqn}}
     return names
 
 
