@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from ckptkit.integrations.extras import missing
 
 try:
     from accelerate import Accelerator
+    from accelerate.utils import DistributedType
 except ImportError as error:
     raise missing("accelerate", "hf") from error
 
@@ -18,13 +20,17 @@ from ckptkit.checkpoint.report import LoadReport, SaveReport
 from ckptkit.checkpoint.state.train_state import PerRank, TrainState
 from ckptkit.errors import UsageError
 
+_log = logging.getLogger(__name__)
+
 
 class AcceleratorCheckpoints:
     """Saves and loads everything that an Accelerator has prepared or registered.
 
     One committed checkpoint contains the models, optimizers, schedulers, stateful dataloaders, objects registered with
     `register_for_checkpointing`, and the random state of every rank. All ranks create this object and call its methods
-    together. Hooks added with `register_save_state_pre_hook` and `register_load_state_pre_hook` run as in Accelerate.
+    together. Hooks added with `register_save_state_pre_hook` and `register_load_state_pre_hook` run as in Accelerate,
+    with the run's root as the directory. If a hook removes a model or its weights from the given list, ckptkit still
+    saves and loads the model. Load hooks do not run in a new run.
 
     For a dataloader that is not stateful, only the epoch is saved. With `use_seedable_sampler=True`, the sampler's seed
     is saved, too. As in Accelerate, call `skip_first_batches` to skip the batches already seen. Without a seedable
@@ -40,16 +46,30 @@ class AcceleratorCheckpoints:
         if not isinstance(accelerator, Accelerator):
             swapped = " Are accelerator and url swapped?" if isinstance(url, Accelerator) else ""
             raise UsageError(f"{wrong('accelerator', accelerator, 'an Accelerator')}{swapped}")
+        if accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
+            raise UsageError(
+                f"AcceleratorCheckpoints cannot save a model that {accelerator.distributed_type.value} shards. Use "
+                "Accelerator.save_state."
+            )
         self.accelerator = accelerator
         self.manager = CheckpointManager(url, **options)
 
     def save_state(self, step: int, **options: Any) -> SaveReport:
         """Save, and return once the checkpoint is durable. `options` are passed to `CheckpointManager.save`."""
+        mine = self.accelerator
 
         def collect() -> TrainState:
-            for hook in self.accelerator._save_model_state_pre_hook.values():
-                hook(self.accelerator._models, [], self.manager.url)
+            models = list(mine._models)  # a hook may remove items from its lists
+            weights = [model.state_dict() for model in models] if mine._save_model_state_pre_hook else []
+            for hook in mine._save_model_state_pre_hook.values():
+                hook(models, weights, self.manager.url)
             return self.state()
+
+        if not mine.sync_gradients and mine.is_main_process:
+            _log.warning(
+                "step %d is saved between the batches of one optimizer step. The accumulated gradients are not saved, "
+                "so a resumed run will not be equal to an uninterrupted one.", step,
+            )  # fmt: skip
 
         return self.manager.save(step, self.manager.run_on_all(collect, "save_state"), **options)
 
@@ -60,17 +80,48 @@ class AcceleratorCheckpoints:
             which: A step, a tag or a URL. The URL may also be that of a checkpoint saved with `Accelerator.save_state`.
             options: Passed to `CheckpointManager.load`.
         """
+        is_new = which == "latest" and self.manager.latest() is None
 
         def collect() -> TrainState:
-            for hook in self.accelerator._load_model_state_pre_hook.values():
-                hook(self.accelerator._models, self.manager.url)
+            models = list(self.accelerator._models)
+            for hook in () if is_new else self.accelerator._load_model_state_pre_hook.values():
+                hook(models, self.manager.url)
             return self.state()
 
-        return self.manager.load(self.manager.run_on_all(collect, "load_state"), which, **options)
+        report = self.manager.load(self.manager.run_on_all(collect, "load_state"), which, **options)
+        if report is not None:
+            self.manager.run_on_all(lambda: self._restore_others(report), "load_state")
+        return report
+
+    def _restore_others(self, report: LoadReport) -> None:
+        """Restore the objects and dataloaders that `Accelerator.save_state` saved. Warn about objects left out."""
+        mine = self.accelerator
+        files = {f"extra.object_{i}": (f"custom_checkpoint_{i}", item) for i, item in enumerate(mine._custom_objects)}
+        stateful = (item for item in enumerate(mine._dataloaders) if _is_stateful(item[1]))
+        for number, (i, item) in enumerate(stateful):
+            files[f"extra.sampler_{number}"] = (f"dl_state_dict_{i}" if i else "dl_state_dict", item)
+        for name, (file, item) in files.items():
+            if name in report.skipped and file in report.extra:
+                item.load_state_dict(report.extra.pop(file))
+                del report.skipped[name]
+                report.loaded.append(name)
+        left = [name for name in report.extra if name.startswith(("object_", "custom_checkpoint_"))]
+        lost = [name for name in report.skipped if name.startswith("extra.object_")]
+        if (left or lost) and mine.is_main_process:
+            _log.warning(
+                "register_for_checkpointing: %d objects are registered, but the checkpoint has another number. "
+                "Not restored: %s.", len(mine._custom_objects), ", ".join([*left, *lost]),
+            )  # fmt: skip
 
     def state(self) -> TrainState:
-        """Return everything that a checkpoint contains, as a TrainState."""
+        """Return everything that a checkpoint contains, as a TrainState.
+
+        Raises:
+            UsageError: The Accelerator has not prepared a model yet.
+        """
         mine = self.accelerator
+        if not mine._models:
+            raise UsageError("the Accelerator has prepared no model yet: call accelerator.prepare(model, ...) first.")
         optimizers = [getattr(item, "optimizer", item) for item in mine._optimizers]
         schedulers = list(mine._schedulers)
         # Accelerate adds `state_dict` and `load_state_dict` to all prepared loaders, but only torchdata's can use them.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import logging
 import tempfile
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,7 @@ from ckptkit.integrations.extras import missing
 try:
     from transformers import TrainerCallback
     from transformers.trainer_callback import ExportableState
+    from transformers.trainer_utils import HubStrategy
 except ImportError as error:
     raise missing("transformers", "hf") from error
 
@@ -32,22 +34,24 @@ from ckptkit.checkpoint.state.train_state import TrainState
 from ckptkit.errors import UsageError
 from ckptkit.formats.own.record import checkpoint_name
 
+_log = logging.getLogger(__name__)
+
 
 class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers' types are not followed
     """Saves model, optimizer, scheduler, random state and the Trainer's own state. Resumes from the newest checkpoint.
 
     Call `attach(trainer)` before `trainer.train()`. Saves when the Trainer would save (`save_strategy`). If
     `save_steps` is set, also saves every `save_steps` steps. The metrics of an evaluation at the same step are stored,
-    for example for `keep_best=("eval_loss", "min")`. `save_total_limit` and `load_best_model_at_end` keep their
-    meaning.
+    for example for `keep_best=("eval_loss", "min")`. `save_total_limit`, `save_only_model` and
+    `load_best_model_at_end` keep their meaning. Checkpoints that a Trainer saved are never deleted.
 
     At the start of training, loads the newest committed checkpoint, on any number of ranks. If `url` has no committed
     checkpoint, loads the newest checkpoint that a Trainer saved there. The Trainer then skips the batches already seen,
     as usual. `train(resume_from_checkpoint=...)` works too: True requires a checkpoint (ckptkit's or the Trainer's),
     False starts a new run (in an empty `url`), and a path loads that Trainer checkpoint.
 
-    At the end of training, exports the model (or a PEFT model's adapter) for `from_pretrained`. All ranks need the
-    callback. Plain, DDP and FSDP2 models are supported.
+    At the end of training, exports the model (or a PEFT model's adapter) for `from_pretrained`. If all steps were done
+    before, only exports. All ranks need the callback. Plain, DDP and FSDP2 models are supported.
 
     Args:
         url: The root of the run's checkpoints.
@@ -82,6 +86,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers
         self._trainer: Any = None
         self._metrics: dict[str, float] = {}
         self._evaluated = -1  # the step that `_metrics` describes
+        self._saved = -1  # the step of the last save
         self._random: dict[str, Any] | None = None
         self._ours: str | None = None
         self._limits: RetentionPolicy | None = None
@@ -91,28 +96,49 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers
 
         Raises:
             UsageError: The callback belongs to another Trainer, or `load_best_model_at_end` is set and `retention` does
-                not keep the best model.
+                not keep the best model. Or the Trainer uses DeepSpeed.
         """
         if self._trainer is trainer:
             return self
         if self._trainer is not None:
             raise UsageError("this CheckpointCallback belongs to another Trainer; create one per Trainer.")
+        if trainer.is_deepspeed_enabled:
+            raise UsageError(
+                "CheckpointCallback cannot save a model that DeepSpeed shards. Train without the callback; ckptkit "
+                "reads the Trainer's own checkpoints."
+            )
         self._limits = self._retention(trainer.args)
         self._trainer = trainer
         if self not in trainer.callback_handler.callbacks:
             trainer.add_callback(self)
-        train = trainer.train
+        if trainer.args.push_to_hub and trainer.args.hub_strategy != HubStrategy.END:
+            _log.warning("push_to_hub=True: CheckpointCallback does not push its checkpoints to the Hub.")
+        train, run_epoch, is_best = trainer.train, trainer._run_epoch, trainer._determine_best_metric
 
-        def resumed(resume_from_checkpoint: Any = None, *arguments: Any, **named: Any) -> Any:
+        def resumed(resume_from_checkpoint: Any = None, trial: Any = None, *arguments: Any, **named: Any) -> Any:
+            if trial is not None or trainer.hp_search_backend is not None:
+                raise UsageError(
+                    "CheckpointCallback does not support hyperparameter_search: each trial would resume from the "
+                    "checkpoints of the one before. Search with a Trainer without the callback."
+                )
             ours = self.resume if resume_from_checkpoint is None else resume_from_checkpoint is True
             with contextlib.ExitStack() as stack:
+                stack.callback(setattr, trainer.args, "save_total_limit", trainer.args.save_total_limit)
                 report = self._managed().load(TrainState(rng=False)) if ours else None
                 if report is not None:
                     write = partial(_write_trainer_state, report, stack)
                     resume_from_checkpoint = self._ours = self._managed().run_on_all(write, "resuming")
-                return train(resume_from_checkpoint, *arguments, **named)
+                return train(resume_from_checkpoint, trial, *arguments, **named)
 
-        trainer.train = resumed
+        def unless_done(*arguments: Any, **named: Any) -> None:
+            if trainer.state.global_step < trainer.state.max_steps:
+                run_epoch(*arguments, **named)
+            else:  # the Trainer would train one more step
+                trainer.control.should_training_stop = True
+
+        trainer.train, trainer._run_epoch = resumed, unless_done
+        # With save_strategy="best", the Trainer saves only if this method returns True.
+        trainer._determine_best_metric = lambda *a, **k: is_best(*a, **k) or self._is_due(trainer.state)
         trainer._save_checkpoint = self._save
         for name, method in {
             "_load_from_checkpoint": self._skip,
@@ -121,7 +147,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers
             "_load_rng_state": self._load_rng,
         }.items():
             setattr(trainer, name, self._instead(getattr(trainer, name), method))
-        trainer._load_best_model = self._load_best
+        trainer._load_best_model = partial(self._load_best, trainer._load_best_model)
         return self
 
     def _retention(self, args: Any) -> RetentionPolicy | None:
@@ -132,7 +158,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers
         best = (metric, "max" if args.greater_is_better else "min", 1) if args.load_best_model_at_end else None
         if given is None:
             return RetentionPolicy(max_num=args.save_total_limit, keep_best=best) if args.save_total_limit else None
-        if best is not None and (given.keep_best or ("",))[0] != metric and _limits(given):
+        if best is not None and (given.keep_best or ())[:2] != best[:2] and _limits(given):
             raise UsageError(
                 f"load_best_model_at_end=True: retention must keep the best model, as in keep_best={best}. Otherwise "
                 "the best model would be deleted before it is loaded."
@@ -145,17 +171,24 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers
         """Raise if the callback is not attached."""
         if self._trainer is None:
             raise UsageError("CheckpointCallback does nothing until it is attached: callback.attach(trainer).")
+        self._saved = -1
+        args.save_total_limit = None  # `train` restores it. With 1, the Trainer would delete its own old checkpoints
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """Request a save every `save_steps` steps."""
-        if self.save_steps and state.global_step % self.save_steps == 0:
+        if self._is_due(state):
             control.should_save = True
         return control
 
+    def _is_due(self, state: Any) -> bool:
+        return bool(self.save_steps) and state.global_step % self.save_steps == 0
+
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
         """Keep the metrics for a save at the same step."""
+        if self._evaluated != state.global_step:  # otherwise, several datasets are evaluated
+            self._metrics = {}
         self._evaluated = state.global_step
-        self._metrics = {k: float(v) for k, v in (metrics or {}).items() if isinstance(v, (int, float))}
+        self._metrics |= {k: float(v) for k, v in (metrics or {}).items() if isinstance(v, (int, float))}
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Wait for the save that is still running, then export."""
@@ -174,15 +207,16 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers
         trainer = self._trainer
         if trainer.hp_search_backend is None and trial is None:
             trainer.store_flos()
-        best = trainer.state.best_global_step
-        if best is not None and (best == trainer.state.global_step or self._has(best)):
-            trainer.state.best_model_checkpoint = f"{self.url}/{checkpoint_name(best, None)}"
+        self._find_best()
 
         def collect() -> TrainState:
+            states: dict[str, list[Any]] = {}
             for callback in [*trainer.callback_handler.callbacks, trainer.control]:
                 if isinstance(callback, ExportableState):
-                    trainer.state.stateful_callbacks[type(callback).__name__] = callback.state()
-            state = self._state()
+                    states.setdefault(type(callback).__name__, []).append(callback.state())
+            single = {name: found[0] if len(found) == 1 else found for name, found in states.items()}
+            trainer.state.stateful_callbacks.update(single)
+            state = TrainState(model=trainer.model, rng=False) if trainer.args.save_only_model else self._state()
             first = {"is_local_process_zero": True, "is_world_process_zero": True}  # as in the file that rank 0 writes
             state.extra["trainer"] = json.loads(json.dumps(dataclasses.asdict(trainer.state) | first))
             return state
@@ -191,15 +225,16 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers
         save = self._managed().save_async if self.background else self._managed().save
         step = trainer.state.global_step
         # Without an evaluation, the metrics are empty, not None: with `keep_best`, None would be refused.
-        save(step, state, metrics=self._metrics if self._evaluated == step else {})
+        # At the end of an epoch, the Trainer may save a step again that it saved before the evaluation.
+        metrics = self._metrics if self._evaluated == step else {}
+        save(step, state, metrics=metrics, overwrite=step == self._saved)
+        self._saved = step
 
     def _load(self, path: Any) -> None:
         """Restore model, optimizer, scheduler and random state, once the Trainer has created them."""
         self.loaded = self._managed().load(self._state())
         self._random = capture_rng()
-        best = self._trainer.state.best_global_step
-        if best is not None and self._has(best):  # the Trainer forgets checkpoints that it does not find on disk
-            self._trainer.state.best_model_checkpoint = f"{self.url}/{checkpoint_name(best, None)}"
+        self._find_best()  # the Trainer forgets checkpoints that it does not find on disk
 
     def _skip(self, path: Any, model: Any = None) -> None:
         """Do nothing, because `_load` restores the whole state."""
@@ -209,9 +244,23 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers
         if self._random is not None:
             restore_rng(self._random)
 
-    def _load_best(self) -> None:
-        best = self._trainer.state.best_global_step
-        self._managed().load(TrainState(model=self._trainer.model, rng=False), best)
+    def _load_best(self, theirs: Any) -> None:
+        state = self._trainer.state
+        if state.best_model_checkpoint != self._place(state.best_global_step):
+            theirs()  # the run was resumed from a checkpoint of the Trainer, and has not become better
+        else:
+            self._managed().load(TrainState(model=self._trainer.model, rng=False), state.best_global_step)
+
+    def _find_best(self) -> None:
+        """Set the URL of the best checkpoint, unless it is a checkpoint that the Trainer saved."""
+        state = self._trainer.state
+        best = state.best_global_step
+        theirs = Path(state.best_model_checkpoint or "").name == f"checkpoint-{best}"
+        if best is not None and not theirs and (best == state.global_step or self._has(best)):
+            state.best_model_checkpoint = self._place(best)
+
+    def _place(self, step: int) -> str:
+        return f"{self.url}/{checkpoint_name(step, None)}"
 
     def _has(self, step: int) -> bool:
         return any(record.step == step for record in self._managed().list())

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 accelerate = pytest.importorskip("accelerate")
-from ckptkit.errors import CorruptCheckpointError, SaveError  # noqa: E402
+from ckptkit import open_checkpoint  # noqa: E402
+from ckptkit.errors import CorruptCheckpointError, SaveError, UsageError  # noqa: E402
 from ckptkit.integrations.accelerate import AcceleratorCheckpoints  # noqa: E402
 from tests.checkpoint.states import Kept  # noqa: E402
 
@@ -76,6 +77,7 @@ def test_a_checkpoint_written_by_accelerate_is_resumed_from(tmp_path):
     with again.checkpoints(tmp_path / "new") as checkpoints:
         checkpoints.load_state(str(tmp_path / "old"), rng_on_resize="keep")
     assert again.has_the_weights_of(run)
+    assert again.counter.value == 2
     states = zip(again.optimizer.optimizer.state.values(), run.optimizer.optimizer.state.values(), strict=True)
     assert all(torch.equal(a["exp_avg"], b["exp_avg"]) for a, b in states)
 
@@ -100,6 +102,54 @@ def test_a_shuffling_loader_with_a_generator_and_dropout_resume_in_the_middle_of
     rest += [again.step(batch) for batch in again.data]
     assert rest == seen[11:]
     assert again.has_the_weights_of(run)
+
+
+def test_hooks_that_empty_their_lists_remove_nothing_from_the_checkpoint(tmp_path):
+    """Diffusers' scripts save and load models themselves in such hooks."""
+    run, again = Run(), Run()
+    run.accelerator.register_save_state_pre_hook(lambda models, weights, folder: [models.pop(), weights.pop()])
+    again.accelerator.register_load_state_pre_hook(lambda models, folder: [models.pop(), (tmp_path / "latest").stat()])
+    with again.checkpoints(tmp_path) as checkpoints:
+        assert checkpoints.load_state() is None  # a new run calls no hook
+        with run.checkpoints(tmp_path) as other:
+            run.train(1)
+            other.save_state(1)
+        assert checkpoints.load_state().step == 1
+        assert again.has_the_weights_of(run)
+        checkpoints.save_state(2)
+    assert open_checkpoint(str(tmp_path))["model.0.weight"] is not None
+
+
+def test_objects_that_are_not_restored_are_named(tmp_path, caplog):
+    run, again = Run(), Run()
+    run.accelerator.register_for_checkpointing(Kept(5))
+    with run.checkpoints(tmp_path / "run") as checkpoints:
+        checkpoints.save_state(1)
+    run.accelerator.save_state(str(tmp_path / "old"))
+    with again.checkpoints(tmp_path / "run") as checkpoints:
+        checkpoints.load_state()
+        checkpoints.load_state(str(tmp_path / "old"))
+    assert [record.message.rpartition(": ")[2] for record in caplog.records] == ["object_1.", "custom_checkpoint_1."]
+
+
+def test_a_save_between_the_batches_of_one_step_is_warned_about(tmp_path, caplog):
+    run = Run()
+    with run.checkpoints(tmp_path) as checkpoints:
+        run.accelerator.gradient_accumulation_steps = 2
+        for step in (1, 2):
+            with run.accelerator.accumulate(run.model):
+                run.train(1)
+            checkpoints.save_state(step)
+    assert [record.message[:6] for record in caplog.records] == ["step 1"]
+
+
+def test_an_accelerator_without_models_is_refused(tmp_path):
+    run = Run()
+    run.accelerator._models.clear()
+    with run.checkpoints(tmp_path) as checkpoints:
+        for call in (checkpoints.load_state, lambda: checkpoints.save_state(1)):
+            with pytest.raises(UsageError, match=r"accelerator\.prepare"):
+                call()
 
 
 def test_a_run_whose_load_failed_half_way_is_not_saved(tmp_path):

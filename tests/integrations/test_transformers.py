@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 import transformers  # only the package: its parts are loaded when needed, and a Trainer takes seconds
 
 from ckptkit import CheckpointManager, RetentionPolicy, TrainState, open_checkpoint
-from ckptkit.errors import UsageError
+from ckptkit.errors import CheckpointMismatchError, UsageError
 from tests.lazy import LazyModule
 
 integration = LazyModule("ckptkit.integrations.transformers")
@@ -132,6 +133,102 @@ def test_a_step_is_saved_with_metrics_only_if_it_was_evaluated(tmp_path):
     evaluated(tmp_path, integration.CheckpointCallback(tmp_path / "run", save_steps=1))
     with CheckpointManager(tmp_path / "run") as manager:
         assert [record.step for record in manager.list() if record.metrics] == [2, 4, 6, 8]
+
+
+SAVED_TWICE = {
+    "evaluated after the first save": {"save_strategy": "epoch", "eval_strategy": "epoch"},
+    "not evaluated": {"save_strategy": "epoch"},
+    "best": {"save_strategy": "best", "eval_strategy": "steps", "eval_steps": 5, "metric_for_best_model": "loss"},
+}
+
+
+@pytest.mark.parametrize("case", SAVED_TWICE)
+def test_a_step_is_saved_at_each_interval_and_again_at_the_end_of_an_epoch(tmp_path, case):
+    options = {"max_steps": -1, "num_train_epochs": 2, "learning_rate": 0.0, **SAVED_TWICE[case]}
+    trained(tmp_path, integration.CheckpointCallback(tmp_path / "run", save_steps=5), **options)
+    with CheckpointManager(tmp_path / "run") as manager:
+        assert [(record.step, "eval_loss" in record.metrics) for record in manager.list()] == [
+            (5, case != "not evaluated"), (10, case != "not evaluated"),
+        ]  # fmt: skip
+
+
+def test_the_metrics_of_all_evaluated_datasets_are_stored(tmp_path):
+    callback = integration.CheckpointCallback(tmp_path / "run", save_steps=2)
+    trainer = trainer_of(tmp_path, callback, max_steps=2, eval_strategy="steps", eval_steps=2)
+    trainer.eval_dataset = {"a": Texts(), "b": Texts()}
+    trainer.train()
+    with CheckpointManager(tmp_path / "run") as manager:
+        assert {"eval_a_loss", "eval_b_loss"} <= manager.list()[0].metrics.keys()
+
+
+def test_the_states_of_two_callbacks_of_one_class_are_restored(tmp_path):
+    def run(steps: int) -> list[int]:
+        trainer = trainer_of(tmp_path, integration.CheckpointCallback(tmp_path / "run", save_steps=2), max_steps=steps,
+                             restore_callback_states_from_checkpoint=True)  # fmt: skip
+        for k in (1, 10):
+            trainer.add_callback(counting()(k))
+        trainer.train()
+        return [item.count for item in trainer.callback_handler.callbacks if type(item).__name__ == "Count"]
+
+    assert run(2) == [2, 20]
+    assert run(4) == [4, 40]
+
+
+def counting() -> type:
+    from transformers.trainer_callback import ExportableState
+
+    class Count(transformers.TrainerCallback, ExportableState):
+        def __init__(self, k: int) -> None:
+            self.k, self.count = k, 0
+
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            self.count += self.k
+
+        def state(self) -> dict[str, Any]:
+            return {"args": {"k": self.k}, "attributes": {"count": self.count}}
+
+    return Count
+
+
+def test_a_finished_run_is_not_trained_further(tmp_path):
+    for _ in range(2):
+        trainer = trained(tmp_path, integration.CheckpointCallback(tmp_path / "run", save_steps=4))
+    assert trainer.state.global_step == 8
+    assert steps_in(tmp_path / "run") == [4, 8]
+
+
+@pytest.mark.parametrize("place", ["out", "run"])  # the Trainer's directory, and another one
+def test_the_best_checkpoint_may_be_one_that_a_trainer_saved(tmp_path, place):
+    options = {"save_strategy": "steps", "save_steps": 2, "load_best_model_at_end": True, "greater_is_better": True}
+    options |= {"save_total_limit": 1}
+    old = evaluated(tmp_path, None, max_steps=2, **options)
+    trainer = trainer_of(tmp_path, integration.CheckpointCallback(tmp_path / place), learning_rate=0.3,
+                         eval_strategy="steps", eval_steps=2, **options)  # fmt: skip
+    first, best = ({**old.state.log_history[1], "eval_loss": 99.0}, str(tmp_path / "out" / "checkpoint-2"))
+    path = tmp_path / "out" / "checkpoint-2" / "trainer_state.json"
+    saved = json.loads(path.read_text())
+    path.write_text(json.dumps({**saved, "best_metric": first["eval_loss"], "best_model_checkpoint": best}))
+    trainer.train(resume_from_checkpoint=None if place == "out" else best)
+    assert trainer.state.global_step == 8 and trainer.state.best_model_checkpoint == best
+    assert same_weights(trainer.model, old.model)
+    assert trainer.args.save_total_limit == 1 and Path(best).exists()
+
+
+def test_save_only_model_saves_no_optimizer(tmp_path):
+    trained(tmp_path, integration.CheckpointCallback(tmp_path / "run", save_steps=8), save_only_model=True)
+    assert not [key for key in open_checkpoint(str(tmp_path / "run")) if key.startswith(("optimizer", "rng"))]
+    with pytest.raises(CheckpointMismatchError, match="optimizer"):
+        trained(tmp_path, integration.CheckpointCallback(tmp_path / "run"))
+
+
+def test_what_the_callback_cannot_do_is_refused(tmp_path):
+    trainer = trainer_of(tmp_path, integration.CheckpointCallback(tmp_path / "run"))
+    with pytest.raises(UsageError, match="hyperparameter_search"):
+        trainer.train(trial={"learning_rate": 0.1})
+    other = trainer_of(tmp_path, None)
+    other.is_deepspeed_enabled = True
+    with pytest.raises(UsageError, match="DeepSpeed"):
+        integration.CheckpointCallback(tmp_path / "run").attach(other)
 
 
 def test_a_retention_that_would_delete_the_best_model_is_refused(tmp_path):
