@@ -37,6 +37,32 @@ def load(url: str, layout: str, precision: str = "fp32") -> dict[str, Any]:
     return jobs.everything(job)
 
 
+def normed(*, sharded: bool) -> TrainState:
+    """Return a state whose model has buffers, and a weight that FSDP2 ignores. Unless `sharded`, it was trained."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.BatchNorm1d(6), torch.nn.Linear(6, 4, bias=False))
+    if sharded:
+        fully_shard(model, ignored_params={model[2].weight})
+    optimizer = torch.optim.AdamW(model.parameters())
+    if not sharded:
+        model(torch.arange(12.0).view(3, 4)).sum().backward()
+        optimizer.step()
+    return TrainState(model=model, optimizer=optimizer, rng=False)
+
+
+def load_normed(url: str) -> dict[str, Any]:
+    state = normed(sharded=True)
+    with CheckpointManager(str(Path(url).parent)) as manager:
+        manager.load(state, url)
+    return numbers_of(state)
+
+
+def numbers_of(state: TrainState) -> dict[str, Any]:
+    names = {id(p): n for n, p in state.model.named_parameters()}
+    found = dict(state.model.state_dict())
+    found |= {f"{names[id(p)]}/{k}": v for p, kept in state.optimizer.state.items() for k, v in kept.items()}
+    return {name: _full(tensor).tolist() for name, tensor in found.items()}
+
+
 def go_on(
     url: str, shapes: Shapes, tied: dict[str, str], buffers: list[str], groups: list[list[str]], masters: bool = False
 ) -> tuple[dict[str, Any], dict[str, Any], list[Any], list[str]]:

@@ -184,10 +184,15 @@ def _placed(mesh_shape: Sequence[int], placements: Sequence[str]) -> str:
 
 
 def _moved(state: TrainState, catalog: Catalog) -> str:
-    """Describe the first parameter whose live placement differs from its saved placement. Returns "" if all agree."""
+    """Describe the first tensor that is placed differently here than in the checkpoint. Returns "" if the meshes agree.
+
+    They agree if all tensors that are sharded both here and in the checkpoint are placed alike. If there are such
+    tensors, others may be sharded on one side only: a reshard cannot always distinguish buffers from parameters.
+    """
     from torch.distributed.tensor import DTensor
 
     meshes, placements = catalog.info.extra.get(MESHES, []), catalog.info.extra.get(PLACEMENTS, {})
+    alike, first = False, ""
     for name, module in state.parts("model").items():
         for fqn, tensor in model_tensors(module)[0].items():
             key = f"{section('model', name)}.{fqn}"
@@ -199,6 +204,10 @@ def _moved(state: TrainState, catalog: Catalog) -> str:
             layout = layout_of(view) if isinstance(view, DTensor) else None
             now = ((), ()) if layout is None else (layout.mesh_shape, layout.texts())
             placed = [_placed(*one) for one in (was, now)]
-            if placed[0] != placed[1]:
-                return f"{key} was placed {placed[0]}, but is {placed[1]} here"
-    return ""
+            if placed[0] == placed[1]:
+                alike |= saved is not None and layout is not None
+                continue
+            first = first or f"{key} was placed {placed[0]}, but is {placed[1]} here"
+            if saved is not None and layout is not None:
+                return first
+    return "" if alike else first
