@@ -156,36 +156,32 @@ def _model(
     names: dict[int, list[str]] = {}
     for fqn, tensor in live.items():
         names.setdefault(id(tensor), []).append(fqn)
-    wanted: dict[str, torch.Tensor] = {}  # by the checkpoint's name
+    wanted: dict[str, tuple[torch.Tensor, TensorEntry]] = {}  # by a live name
     claimed: set[str] = set()
     missing = []
     for group in names.values():
+        # The names of weights that are tied in the checkpoint: one saved tensor may fill several live ones.
         candidates = [*group, *(aliases[fqn] for fqn in group if fqn in aliases)]
         found = [fqn for fqn in dict.fromkeys(candidates) if fqn in saved]
         if not found:
             missing.append(group[0])
             continue
-        tensor, first = live[group[0]], found[0]
+        tensor = live[group[0]]
         if len(found) > 1:
             load.plan.twins.append([target(tensor, fqn, saved[fqn]) for fqn in found])
         claimed.update(found)
-        saved[first] = _exact(load, prefix, candidates, saved[first], tensor)
-        wanted.setdefault(first, tensor)  # see below for weights that are tied only in the checkpoint
+        name = found[0] if found[0] in group else group[0]
+        wanted[name] = tensor, _exact(load, prefix, candidates, saved[found[0]], tensor)
     mismatches.add("missing", key, missing)
     sides = {
         fqn: (dtype_name(t.dtype), tuple(as_global(f"{key}.{fqn}", t, declared.get(id(t), ())).shape))
-        for fqn, t in wanted.items()
+        for fqn, (t, _) in wanted.items()
     }
-    mine = {fqn: (e.dtype, e.shape) for fqn, e in saved.items() if fqn in sides or fqn not in claimed}
+    theirs = {fqn: entry for fqn, entry in saved.items() if fqn not in claimed}
+    theirs |= {fqn: entry for fqn, (_, entry) in wanted.items()}
+    mine = {fqn: (entry.dtype, entry.shape) for fqn, entry in theirs.items()}
     good = match_tensors(mismatches, key, sides, mine, convert_dtype=load.options.convert_dtype)
-    targets = [target(wanted[fqn], fqn, saved[fqn]) for fqn in good]
-    for fqn, holder in aliases.items():
-        # Let one saved tensor fill several live ones, if they are tied only in the checkpoint.
-        if fqn not in live or fqn in saved or holder not in saved or wanted.get(holder) is live[fqn]:
-            continue
-        if not any(other.live is live[fqn] for other in [*load.plan.models, *targets]):
-            entry = _exact(load, prefix, [fqn, holder], saved[holder], live[fqn])
-            targets.append(target(live[fqn], fqn, entry))
+    targets = [target(wanted[fqn][0], fqn, wanted[fqn][1]) for fqn in good]
     load.plan.models += targets
     expanded = expanded_ones({one.key: one.live for one in targets})
     mismatches.add("others", key, [f"{name} {why}" for name, why in expanded.items()])

@@ -112,6 +112,14 @@ def nearly_tied() -> tuple[Net, Net]:
     return source, model
 
 
+@pytest.mark.parametrize("kind", ["sharded", "full", "local"])
+def test_a_tied_weight_fills_both_weights_of_a_model_that_lists_them_in_another_order(tmp_path, kind):
+    source, other = net(), nn.ModuleDict({"head": nn.Linear(2, 6, bias=False), "embed": nn.Embedding(6, 2)})
+    load(tmp_path, saved(tmp_path, source, kind), other)
+    assert torch.equal(other["head"].weight, source.embed.weight)
+    assert torch.equal(other["embed"].weight, source.embed.weight)
+
+
 @pytest.mark.parametrize("kind", ["sharded", "full", "local", "dcp"])
 @on_ranks(2)
 def test_every_rank_refuses_tied_weights_that_differ_on_one_rank(tmp_path, kind):
