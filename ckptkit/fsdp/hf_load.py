@@ -15,7 +15,7 @@ from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.catalog.entry import Catalog
 from ckptkit.catalog.targets import Target
 from ckptkit.checkpoint.load.checkpoint import load_checkpoint
-from ckptkit.checkpoint.load.foreign import aligned
+from ckptkit.checkpoint.load.foreign import aligned, with_aliases
 from ckptkit.checkpoint.load.options import LoadOptions
 from ckptkit.checkpoint.load.plan import LoadPlan
 from ckptkit.checkpoint.load.planner import plan_load
@@ -85,12 +85,12 @@ def _under_live_names(catalog: Catalog, state: TrainState) -> Catalog:
     They may differ by a prefix, if only one of model and checkpoint has a head or is a PEFT model, and by the parts
     that PEFT inserts into names.
     """
-    rename, _ = aligned(catalog, state)
+    rename, aliases, _ = aligned(catalog, state)
     names = {name: rename(name) for name in catalog.tensors}
-    if len(set(names.values())) < len(names) or all(old == new for old, new in names.items()):
+    if len(set(names.values())) < len(names):
         return catalog
     tensors = {new: replace(catalog.tensors[old], name=new, fqn=new) for old, new in names.items()}
-    return replace(catalog, tensors=tensors)
+    return replace(catalog, tensors=tensors, info=with_aliases(catalog.info, aliases))
 
 
 def _rounded(plan: LoadPlan) -> Iterator[str]:
@@ -98,7 +98,8 @@ def _rounded(plan: LoadPlan) -> Iterator[str]:
     for target in plan.models:
         stored, kept = target.entry.dtype, target.live.dtype
         if _is_rounded(stored, kept):
-            yield f"{target.key} is {stored}, the model keeps {dtype_name(kept)}; cast=True rounds it"
+            text = "FSDPConfig(mixed_precision=...) rounds it"
+            yield f"{target.key} is {stored}, the model keeps {dtype_name(kept)}; {text}"
 
 
 def _is_rounded(stored: str, kept: torch.dtype) -> bool:

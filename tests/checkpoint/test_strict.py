@@ -117,10 +117,10 @@ def test_all_differences_are_listed_at_once_and_nothing_changes(run):
         "optimizer: 2 missing in the checkpoint: new.weight, new.bias",
         "optimizer: 1 unexpected: base.bias",
         "extra: 1 missing in the checkpoint: extra.missing_thing",
-        "Try: strict=False loads what matches, include=[...]",
+        "Options of CheckpointManager.load: strict=False loads what matches, include=[...]",
     ):
         check_misfit(run, state, re.escape(words))
-    check_misfit(run, state, r"(?s)\A(?!.*strict=False).*another shape.*Try: include=\[", strict=False)
+    check_misfit(run, state, r"(?s)\A(?!.*strict=False).*another shape.*load: include=\[", strict=False)
     state.optimizer = None
     check_misfit(run, state, r"include=\[\.\.\.\] names what to load(; convert_dtype=True casts)?\.", optimizer="skip")
 

@@ -162,9 +162,12 @@ def test_files_of_a_base_model_and_of_its_adapter_fill_a_sharded_peft_model(zoo,
     from transformers import AutoConfig, AutoModelForCausalLM
 
     url = zoo / "hf_ref_llama_untied"
-    config = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    options = {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"], "init_lora_weights": False}
+    config = peft.LoraConfig(r=2, task_type="CAUSAL_LM", **options)
     torch.manual_seed(0)
     plain = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(url, dtype=torch.float32), config)
+    head = plain.base_model.model.lm_head
+    nn.init.ones_(head.modules_to_save["default"].weight)
     folder = tmp_path / str(dist.get_rank())
     plain.save_pretrained(folder)
     strategy = FSDPStrategy()
@@ -172,8 +175,11 @@ def test_files_of_a_base_model_and_of_its_adapter_fill_a_sharded_peft_model(zoo,
         model = peft.get_peft_model(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(url)), config)
     strategy.prepare_model(model)
     first = strategy.load_hf(model, url, strict=False)
+    trained = "base_model.model.lm_head.modules_to_save.default.weight"
+    assert torch.equal(models.weights(model)[trained].float(), head.original_module.weight)
     second = strategy.load_hf(model, folder, strict=False)
-    assert first.missing == second.loaded and second.missing == first.loaded and not first.unexpected
+    assert {*first.missing, trained} == {*second.loaded} and not first.unexpected
+    assert {*second.missing, trained} == {*first.loaded}
     assert not meta.uninitialized(model)
     models.assert_equal({name: value.float() for name, value in models.weights(model).items()}, plain.state_dict())
 

@@ -94,7 +94,7 @@ class Mismatches:
             raise CheckpointMismatchError(
                 f"{url} does not fit the training state; nothing was loaded.\n  "
                 + "\n  ".join(sorted(lines))
-                + (f"\nTry: {'; '.join(advice)}." if advice else "")
+                + (f"\nOptions of CheckpointManager.load: {'; '.join(advice)}." if advice else "")
             )
 
     def everything(self, kind: str) -> list[str]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from ckptkit.catalog.entry import Catalog, Role, TensorEntry, TensorSlice
+from ckptkit.catalog.entry import Catalog, CatalogInfo, Role, TensorEntry, TensorSlice
 from ckptkit.checkpoint.state.model_tensors import live_tensors, parameter_names
 from ckptkit.checkpoint.state.train_state import TrainState, is_stateful, own_merge, section
 from ckptkit.checkpoint.state.values import JSON, encode
@@ -49,9 +49,11 @@ _ANY_CLASS = ReadOptions(allow_pickle=True)  # training_args.bin contains an ins
 _MAX_OTHERS = 8  # how many files are opened to find out whether they contain tensors
 _SAMPLES = 8
 _DIGITS = re.compile(r"\d+")
+_PEFT_ROOT, _ORIGINAL = "base_model.model.", ".original_module."
 # PEFT's files, or the base model's, omit these parts of a PEFT model's names.
 _ADAPTER = re.compile(
     r"(?<=\.)modules_to_save\.[^.]+\."
+    r"|(?<=\.)original_module\."
     r"|(?<=\.)base_layer\."
     r"|(?<=\.lora_magnitude_vector)\.[^.]+\.weight$"
     r"|(?:(?<=\.lora_[AB])|(?<=\.lora_embedding_[AB]))\.(?!(?:weight|bias)$)[^.]+"
@@ -116,6 +118,10 @@ def _may_contain_tensors(store: Store, path: str) -> bool:
         return True
 
 
+Aliases = Mapping[str, Mapping[str, str]]
+"""Maps the name of a model's tensor to the name under which the checkpoint has it, by section ("model")."""
+
+
 @dataclass(frozen=True, slots=True)
 class Adopted:
     """Holds another system's checkpoint in the form that a load expects; see `adopt`."""
@@ -142,7 +148,7 @@ def adopt(catalog: Catalog, store: Store, state: TrainState, *, optimizer: bool 
     complete = with_files_beside(trained, store)
     said = [*_notes_on_ranks(catalog), *(note for note in complete.info.notes if note not in catalog.info.notes)]
     catalog = in_parts(store, complete, optimizer=optimizer)
-    rename, notes = aligned(catalog, state)
+    rename, aliases, notes = aligned(catalog, state)
     notes += said
     tied = _tied(state)
     flattened = {name: f"extra.{name}" for name, item in state.extra.items() if is_stateful(item)}
@@ -190,8 +196,9 @@ def adopt(catalog: Catalog, store: Store, state: TrainState, *, optimizer: bool 
         notes.append(f"not proved: {doubt}")
     if saved.step is None and sections:
         notes.append("the checkpoint records no step; TrainState.step is unchanged, set it yourself.")
+    info = with_aliases(replace(catalog.info, step=saved.step), aliases)
     return Adopted(
-        Catalog(tensors, catalog.objects, replace(catalog.info, step=saved.step)),
+        Catalog(tensors, catalog.objects, info),
         objects,
         refs,
         notes,
@@ -281,11 +288,33 @@ def _as_torch(array: np.ndarray[Any, Any] | TensorValue) -> torch.Tensor:
 # --- names
 
 
-def aligned(catalog: Catalog, state: TrainState) -> tuple[Callable[[str], str], list[str]]:
-    """Return a function that maps FQNs in the checkpoint to FQNs in the live models, and notes for the report."""
-    adapted = _adapter_names(live_tensors(state))
-    live = live_tensors(state).keys() | adapted.keys()
+def aligned(catalog: Catalog, state: TrainState) -> tuple[Callable[[str], str], Aliases, list[str]]:
+    """Return three values about the FQNs in the checkpoint and in the live models:
+
+    - a function that maps the former to the latter;
+    - live tensors that the checkpoint stores only under another name: see `_adapter_names`;
+    - notes for the report.
+    """
+    own = live_tensors(state).keys()
     saved = {entry.fqn for entry in catalog.by_role(Role.MODEL).values()}
+    adapted, copies = _adapter_names(own, is_adapter=any(_PEFT_ROOT in fqn for fqn in saved))
+    rename, notes = _renaming(saved, own | adapted.keys(), adapted, [*state.parts("model")])
+    filled = {rename(fqn) for fqn in saved} if copies else set()
+    heads = [(section("model", name), f"{name}." if name else "") for name in state.parts("model")]
+    aliases = {
+        key: {
+            fqn.removeprefix(head): holder.removeprefix(head)
+            for fqn, holder in copies.items() if fqn.startswith(head) and fqn not in filled
+        }
+        for key, head in heads
+    }  # fmt: skip
+    return rename, aliases, notes
+
+
+def _renaming(
+    saved: Set[str], live: Set[str], adapted: Mapping[str, str], models: Sequence[str]
+) -> tuple[Callable[[str], str], list[str]]:
+    """Return the function and the notes of `aligned`. `adapted`: the names in PEFT's files; see `_adapter_names`."""
     if saved <= live:
         return lambda fqn: adapted.get(fqn, fqn), []
     shorter = {without_infixes(fqn) for fqn in saved}  # live names lack "_orig_mod." and similar components, too
@@ -301,7 +330,7 @@ def aligned(catalog: Catalog, state: TrainState) -> tuple[Callable[[str], str], 
         fit = sum(1 for fqn in saved if fqn.startswith(drop) and add + fqn[len(drop) :] in live)
         if fit > hits:
             best, hits = (drop, add), fit
-    in_order = _in_order([*state.parts("model")])
+    in_order = _in_order(models)
     if sum(1 for fqn in saved if in_order(fqn) in live) > hits:
         return lambda fqn: in_order(unwrapped(fqn)), [
             "models: the checkpoint numbers them; they were matched by order."
@@ -317,6 +346,15 @@ def aligned(catalog: Catalog, state: TrainState) -> tuple[Callable[[str], str], 
         return rename, []
     how = f"{drop!r} was removed from" if drop else f"{add!r} was added to"
     return rename, [f"names: the prefix {how} the checkpoint's names, to match the model's."]
+
+
+def with_aliases(info: CatalogInfo, aliases: Aliases) -> CatalogInfo:
+    """Return `info` with `aliases` added to the table of tied weights."""
+    if not any(aliases.values()):
+        return info
+    known = info.extra.get("aliases", {})
+    both = {key: {**known.get(key, {}), **table} for key, table in aliases.items()}
+    return replace(info, extra={**info.extra, "aliases": {**known, **both}})
 
 
 def _samples(names: Collection[str]) -> list[str]:
@@ -342,17 +380,26 @@ def _in_order(models: Sequence[str]) -> Callable[[str], str]:
     return rename
 
 
-def _adapter_names(live: Collection[str]) -> dict[str, str]:
-    """Map the names in PEFT's files to the names in a live PEFT model. Omits names that fit several adapters."""
-    found: dict[str, str] = {}
-    shared: set[str] = set()
+def _adapter_names(live: Collection[str], *, is_adapter: bool) -> tuple[dict[str, str], dict[str, str]]:
+    """Map the names in PEFT's files, or in the base model's, to the names in a live PEFT model.
+
+    Omits names that fit several adapters. A module of `modules_to_save` is in the live model as `original_module` and
+    once more for each adapter. An adapter's files have only the adapter's own. The base model's files fill all of them,
+    as PEFT does: the second result maps each of the others to the name of `original_module`.
+    """
+    found: dict[str, list[str]] = {}
     for fqn in live:
         stored = _ADAPTER.sub("", fqn)
-        if stored != fqn and stored not in live:
-            if stored in found:
-                shared.add(stored)
-            found[stored] = fqn
-    return {stored: fqn for stored, fqn in found.items() if stored not in shared}
+        if stored != fqn and stored not in live and not (is_adapter and _ORIGINAL in fqn):
+            found.setdefault(stored, []).append(fqn)
+    names: dict[str, str] = {}
+    copies: dict[str, str] = {}
+    for stored, fqns in found.items():
+        chosen = next((fqn for fqn in fqns if _ORIGINAL in fqn), fqns[0] if len(fqns) == 1 else None)
+        if chosen is not None:
+            names[stored] = chosen
+            copies.update((fqn, chosen) for fqn in fqns if fqn != chosen)
+    return names, copies
 
 
 @dataclass(frozen=True, slots=True)

@@ -335,21 +335,41 @@ def test_the_adapter_of_a_trainer_is_restored_with_its_optimizer(tmp_path):
         assert torch.equal(mine.optimizer.state[one]["exp_avg"], theirs.optimizer.state[other]["exp_avg"]), fqn
 
 
+@pytest.mark.parametrize("more", [{}, {"modules_to_save": ["2"]}])
 @pytest.mark.parametrize("targets", [["0"], ["0", "1"]])
-def test_the_base_model_of_an_adapter_is_loaded_under_the_names_without_peft(tmp_path, targets):
+def test_the_base_model_of_an_adapter_is_loaded_under_the_names_without_peft(tmp_path, targets, more):
     peft = pytest.importorskip("peft")
 
     def net() -> nn.Module:
-        return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
+        return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3), nn.Linear(3, 2, bias=False))
 
     base = net()
     save_file(base.state_dict(), tmp_path / "model.safetensors")
-    adapted = peft.get_peft_model(net(), peft.LoraConfig(r=2, target_modules=targets))
+    config = peft.LoraConfig(r=2, target_modules=targets, **more)
+    adapted = peft.get_peft_model(net(), config)
+    adapted.add_adapter("second", config)
     report = states.load(tmp_path / "run", TrainState(model=adapted), str(tmp_path), strict=False)
     assert all("lora_" in name for name in report.missing) and not report.unexpected
     assert torch.equal(adapted.base_model.model[0].base_layer.weight, base[0].weight)
     second = adapted.base_model.model[1]
     assert torch.equal((second.base_layer if "1" in targets else second).bias, base[1].bias)
+    third = adapted.base_model.model[2]
+    for layer in [third.original_module, *third.modules_to_save.values()] if more else [third]:
+        assert torch.equal(layer.weight, base[2].weight)
+
+
+def test_a_module_that_peft_copied_is_restored_beside_its_original_under_another_prefix(tmp_path):
+    peft = pytest.importorskip("peft")
+
+    def net() -> nn.Module:
+        config = peft.LoraConfig(r=2, target_modules=["0"], modules_to_save=["1"])
+        return peft.inject_adapter_in_model(config, nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3)))
+
+    theirs, mine = net(), net()
+    nn.init.ones_(theirs[1].modules_to_save["default"].weight)
+    save_file({f"net.{name}": t.clone() for name, t in theirs.state_dict().items()}, tmp_path / "model.safetensors")
+    states.load(tmp_path / "run", TrainState(model=mine), str(tmp_path))
+    assert states.bits(mine) == states.bits(theirs)
 
 
 @pytest.mark.parametrize("name", ["scheduler.pt", "rng_state.pth"])
