@@ -129,16 +129,19 @@ def select_targets(
     for name, short in names.items():
         entry = chosen.entries[name]
         outer = outer_name(entry.name, recipes)
-        own: tuple[str, ...] = tuple(dict.fromkeys((short, unwrapped[name], entry.name)))
+        # A tied weight may have the master of its other name, whose key patterns must not match.
+        tied = entry.role is Role.MASTER and catalog.tensors[entry.name].fqn != name
+        key = catalog.by_role(Role.MODEL)[name].name if tied else entry.name
+        own: tuple[str, ...] = tuple(dict.fromkeys((short, unwrapped[name], key)))
         if outer != entry.name:
             own += (short.removesuffix(entry.name[len(outer) :]), outer)
         known.append(own)
         if short.rpartition(".")[2] == _EXTRA_STATE and short not in wanted:
-            found.dropped[entry.name] = "extra state of a module (get_extra_state), not a weight"
+            found.dropped[key] = "extra state of a module (get_extra_state), not a weight"
         elif options.include and not matches(options.include, *own):
-            found.dropped[entry.name] = "not included"
+            found.dropped[key] = "not included"
         elif matches(options.exclude, *own):
-            found.dropped[entry.name] = "excluded"
+            found.dropped[key] = "excluded"
         else:
             found.targets[short] = Target.of(entry, short)
     if options.include or options.exclude:

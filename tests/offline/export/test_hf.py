@@ -300,6 +300,12 @@ def test_masters_are_exported_on_request(tmp_path):
     assert "1 tensor has no fp32 master (buffers, frozen parameters): the model's values are used" in export.notes
 
 
+@pytest.mark.parametrize(("option", "kept"), [("exclude", {"b", "n", "alias"}), ("include", {"a"})])
+def test_patterns_do_not_match_the_key_of_a_tied_weights_master(tmp_path, option, kept):
+    export = with_masters(tmp_path, {"0": "a", "1": "b", "alias": "a"}, weights="master", **{option: ("*.0",)})
+    assert {tensor.name for tensor in export.tensors} == kept
+
+
 def test_model_weights_and_not_masters_are_the_default(tmp_path):
     export = with_masters(tmp_path, {"0": "a", "1": "b"})
     assert {t.dtype for t in export.tensors} == {"float16", "int32"}
