@@ -367,7 +367,7 @@ def _open_file(store: Store, name: str, url: str, options: ReadOptions) -> Sourc
     try:
         refuse_unsupported([name])
     except UnsupportedFormatError:
-        if store.read(name, 0, 2) not in TORCH_STARTS:
+        if store.read(name, 0, 2) not in (b"", *TORCH_STARTS):  # an empty file has an error of its own
             raise
     return Source(store, _torch_file(name).open(store, options), url)
 
@@ -398,10 +398,16 @@ def _unknown(place: Candidate, url: str) -> CkptkitError:
     refuse_unsupported(place.files)
     if place.has(_DATA):
         reader("dcp.catalog").open_catalog(place.store)  # raises an error that says what is missing
-    if len(files := torch_files(place.store, place.files)) > 1:
+    files = torch_files(place.store, place.files)
+    if files and not may_hold_model(files):
+        return IncompleteCheckpointError(
+            f"{url} has no file that may hold weights, only {first_few(files, 8)}. An interrupted save may have left "
+            "it: use an older checkpoint."
+        )
+    if len(files) > 1:
         return CheckpointNotFoundError(
             f"{url} has {len(files)} files of torch.save: {first_few(files, 8)}. Give the one you mean: "
-            f"{command_line('inspect', f'{url}/{(may_hold_model(files) or files)[0]}')}"
+            f"{command_line('inspect', f'{url}/{may_hold_model(files)[0]}')}"
         )
     return CheckpointNotFoundError(f"{url} holds no checkpoint. Found: {shown}. Expected {_EXPECTED}.")
 

@@ -193,6 +193,9 @@ NOT_OPENED: dict[str, tuple[dict[str, Any] | None, type[CkptkitError], str]] = {
         {"m.nemo": b"\x1f\x8b\x08" + bytes(600)}, UnsupportedFormatError, r"m\.nemo is a tar archive of NeMo.*tar -xf"),
     "an optimizer without weights": (
         {"optimizer.pt": OPTIMIZER}, IncompleteCheckpointError, r"optimizer\.pt, which has no weights"),
+    "a Trainer's step without its weights": (
+        {"optimizer.pt": OPTIMIZER, "scheduler.pt": OPTIMIZER}, IncompleteCheckpointError,
+        r"no file that may hold weights, only optimizer\.pt, scheduler\.pt"),
     "safetensors of ranks": (
         {f"model_rank{rank}.safetensors": HF for rank in range(2)}, UnsupportedFormatError,
         r"model_rank0\.safetensors and 1 more are per-rank files"),

@@ -266,6 +266,12 @@ def test_a_file_of_another_kind_is_refused_with_advice(tmp_path, name, data, adv
         open_source(str(tmp_path / name))
 
 
+def test_the_error_for_an_empty_file_does_not_say_that_it_is_an_archive(tmp_path):
+    (tmp_path / "checkpoint-2.pth.tar").touch()
+    with pytest.raises(CorruptCheckpointError, match="empty"):
+        open_source(str(tmp_path / "checkpoint-2.pth.tar"))
+
+
 class Setting:
     """A class of the trainer."""
 
