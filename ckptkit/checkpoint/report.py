@@ -303,7 +303,7 @@ class DeferredOptimizer:
         whole = state if state is not None else self._state
         if whole.optimizer is None:
             raise UsageError("apply: the training state has no optimizer. Pass TrainState(model=..., optimizer=...).")
-        only = TrainState(model=whole.model, optimizer=whole.optimizer, rng=False)
+        only = TrainState(model=whole.model, optimizer=whole.optimizer, layout=whole.layout, rng=False)
         options = dataclasses.replace(self._options, strict=strict)
         try:
             report = self._restore(only, options)

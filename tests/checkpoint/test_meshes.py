@@ -18,7 +18,7 @@ from torch.distributed.tensor import Shard as DTensorShard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from ckptkit import Shard, TrainState, open_checkpoint
+from ckptkit import CheckpointManager, Shard, TrainState, open_checkpoint
 from ckptkit.errors import UsageError
 from ckptkit.fsdp.master_weights import MasterWeightOptimizer
 from ckptkit.offline.convert import convert
@@ -95,8 +95,11 @@ def part(whole: torch.Tensor, like: torch.Tensor, rank: int, size: int) -> torch
     return local
 
 
-def model_on(name: str, interleaved: bool = False) -> tuple[TrainState, Any]:
-    """Return a model without values on a mesh, as a TrainState, and its expert-parallel mesh. Collective."""
+def model_on(name: str, interleaved: bool = False, low: bool = False) -> tuple[TrainState, Any]:
+    """Return a model without values on a mesh, as a TrainState, and its expert-parallel mesh. Collective.
+
+    With `low`, the model is bf16, and its optimizer has fp32 masters.
+    """
     pp, dp, ep, tp = MESHES[name]
     mesh = init_device_mesh("cpu", (pp, dp, ep, tp), mesh_dim_names=("pp", "dp", "ep", "tp"))
     rank, experts = mesh.get_local_rank("pp"), mesh["dp" if "=" in name else "ep"]
@@ -104,7 +107,8 @@ def model_on(name: str, interleaved: bool = False) -> tuple[TrainState, Any]:
         ranges = [range(i, i + 1) for i in range(rank, LAYERS, pp)]
     else:
         ranges = [range(rank * LAYERS // pp, (rank + 1) * LAYERS // pp)]
-    stages = [Stage(layers, EXPERTS // experts.size()) for layers in ranges]
+    dtype = torch.bfloat16 if low else torch.float32
+    stages = [Stage(layers, EXPERTS // experts.size()).to(dtype) for layers in ranges]
     for stage in stages:
         apart = {p for name, p in stage.named_parameters() if experts.size() > ep and ".experts." in name}
         for block in stage.layers.values():
@@ -114,26 +118,36 @@ def model_on(name: str, interleaved: bool = False) -> tuple[TrainState, Any]:
                 fully_shard(block, mesh=mesh["dp"], ignored_params=apart)
         if dp > 1:
             fully_shard(stage, mesh=mesh["dp"], ignored_params=apart)
-    optimizer = torch.optim.AdamW([p for stage in stages for p in stage.parameters()], lr=0.1)
+    optimizer: Any = torch.optim.AdamW([p for stage in stages for p in stage.parameters()], lr=0.1)
+    optimizer = MasterWeightOptimizer(optimizer) if low else optimizer
     layout = {"*.experts.*": Shard(0, mesh=experts)} if experts.size() > 1 else {}
     model = stages if len(stages) > 1 else stages[0]
     return TrainState(model=model, optimizer=optimizer, layout=layout, rng=False), experts
 
 
-@torch.no_grad()
-def filled(mesh: str, seed: int, interleaved: bool = False) -> TrainState:
+def filled(mesh: str, seed: int, interleaved: bool = False, low: bool = False) -> TrainState:
     """Return a model on a mesh, with this rank's parts of the weights and moments of a seed. Collective."""
-    state, ep = model_on(mesh, interleaved)
-    for name, parameter in state.parts("model")[""].named_parameters():
-        targets = {name: parameter.detach(), **{f"{name}.{key}": torch.zeros_like(parameter) for key in MOMENTS}}
-        moments = {key: targets[f"{name}.{key}"] for key in MOMENTS}
-        state.optimizer.state[parameter] = {"step": torch.tensor(5.0), **moments}
-        count = ep.size() if ".experts." in name else 1
-        shape = (parameter.shape[0] * count, *parameter.shape[1:])
-        for key, target in targets.items():
-            local = target.to_local() if isinstance(target, DTensor) else target
-            local.copy_(part(whole_value(key, shape, seed), parameter, ep.get_local_rank(), count))
+    state, experts = model_on(mesh, interleaved, low)
+    fill(state, experts, seed)
     return state
+
+
+@torch.no_grad()
+def fill(state: TrainState, experts: Any, seed: int) -> None:
+    """Set the weights, moments and masters of `model_on` in place."""
+    with_masters = isinstance(state.optimizer, MasterWeightOptimizer)
+    for name, parameter in state.parts("model")[""].named_parameters():
+        kept = state.optimizer.state[parameter]
+        for key in MOMENTS + ("master",) * with_masters:
+            kept.setdefault(key, torch.zeros_like(parameter, dtype=torch.float32))
+        kept["step"] = torch.tensor(float(seed))
+        count = experts.size() if ".experts." in name else 1
+        shape = (parameter.shape[0] * count, *parameter.shape[1:])
+        for key, target in {"": parameter, **kept}.items():
+            if key != "step":
+                local = target.to_local() if isinstance(target, DTensor) else target
+                whole = whole_value(f"{name}.{key}" if key in MOMENTS else name, shape, seed)
+                local.copy_(part(whole, parameter, experts.get_local_rank(), count))
 
 
 PAIRS = [  # the first pair runs by day
@@ -169,6 +183,16 @@ def test_any_mesh_loads_what_any_other_saved(ranks, tmp_path, source, target):
     kind = "full" if PAIRS.index((source, target)) % 3 == 2 else "sharded"
     on(ranks, source, save, str(tmp_path), source, kind)
     on(ranks, target, load, str(tmp_path), target)
+
+
+@on_ranks(2)
+def test_a_deferred_optimizer_has_the_declared_layout(tmp_path):
+    save(str(tmp_path), "ep2")
+    state = filled("ep2", 2)
+    with CheckpointManager(tmp_path) as manager:
+        report = manager.load(state, optimizer="deferred")
+        report.deferred.apply()
+    assert states.bits(state) == states.bits(filled("ep2", 1))
 
 
 def save_and_load_interleaved(url: str, mesh: str, kind: str) -> None:
