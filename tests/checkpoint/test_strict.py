@@ -22,7 +22,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from ckptkit import open_checkpoint
 from ckptkit.catalog.entry import Role
 from ckptkit.checkpoint.manager import CheckpointManager
-from ckptkit.checkpoint.state.train_state import TrainState
+from ckptkit.checkpoint.state.train_state import PerRank, TrainState
 from ckptkit.errors import CheckpointMismatchError, UsageError
 from ckptkit.fsdp.master_weights import MasterWeightOptimizer
 from tests.checkpoint.states import (
@@ -695,9 +695,10 @@ def test_small_tensors_in_extra_get_the_placement_of_the_live_ones(tmp_path):
     assert torch.equal(kept.value[0].full_tensor(), torch.arange(5.0))
 
 
-def test_a_model_in_extra_is_compared_before_anything_changes(tmp_path):
+@pytest.mark.parametrize("per_rank", [False, True])
+def test_a_model_in_extra_is_compared_before_anything_changes(tmp_path, per_rank):
     def state(ema: Any) -> TrainState:
-        return TrainState(model=net(), extra={"ema": ema})
+        return TrainState(model=net(), extra={"ema": PerRank(ema) if per_rank else ema})
 
     saved = net()
     root = save(tmp_path, state(saved))

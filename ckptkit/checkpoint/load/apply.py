@@ -159,7 +159,8 @@ def _apply_object(state: TrainState, target: ObjectTarget, value: Any) -> None:
     if target.kind == "model":
         _apply_extra_state(target.item, value)
     elif target.kind == "extra" and isinstance(item, torch.nn.Module):
-        item.load_state_dict(value, strict=False)  # the plan has reported or accepted any differences
+        # The plan has reported or accepted any differences, except those of a state that `merge_ranks` computed.
+        item.load_state_dict(value, strict=target.merge is not None)
     elif target.kind != "extra" or is_stateful(item):
         item.load_state_dict(value)
         if target.kind == "dataloader" and isinstance(item, torch.utils.data.DataLoader):

@@ -140,9 +140,9 @@ def _per_rank(load: Planning, kind: str, key: str, item: Any) -> None:
     if merge is not None:
         load.plan.objects.append(ObjectTarget(kind, key, item, tuple(trees), merge))
     elif not resized:
-        load.plan.objects.append(ObjectTarget(kind, key, item, (trees[load.rank],)))
+        _own(load, kind, key, item, trees[load.rank])
     elif all(tree == trees[0] for tree in trees) and not references(trees[0]):
-        load.plan.objects.append(ObjectTarget(kind, key, item, (trees[0],)))
+        _own(load, kind, key, item, trees[0])
         if kind == "dataloader":
             note = (
                 f"{key}: all {len(ranks)} ranks saved the same state, and each of the {load.world_size} ranks "
@@ -161,6 +161,13 @@ def _per_rank(load: Planning, kind: str, key: str, item: Any) -> None:
             "the saved ones"
         )
         load.plan.mismatches.add("others", kind, [text])
+
+
+def _own(load: Planning, kind: str, key: str, item: Any, tree: JSON) -> None:
+    """Plan how to restore a per-rank state from one rank's saved state."""
+    if isinstance(item, PerRank):
+        _module(load, key, item.value, tree)
+    load.plan.objects.append(ObjectTarget(kind, key, item, (tree,)))
 
 
 def _rng(load: Planning) -> None:
