@@ -97,17 +97,22 @@ class Net(nn.Module):
             self.head.weight = self.embed.weight
         if kind == "frozen":
             self.up.requires_grad_(False)
-        if kind == "counted":
-            self.get_extra_state = lambda: self.counts  # type: ignore[method-assign]
-            self.set_extra_state = lambda counts: setattr(self, "counts", counts)  # type: ignore[method-assign]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         found: torch.Tensor = self.head(self.down(self.norm(self.up(self.embed(x)))))
         return found
 
 
+class Counted(Net):
+    def get_extra_state(self) -> list[int]:  # torch ignores one that is set on an object
+        return self.counts
+
+    def set_extra_state(self, state: list[int]) -> None:
+        self.counts = state
+
+
 def net(kind: str) -> nn.Module:
-    model: Any = Net(kind)
+    model: Any = Counted(kind) if kind == "counted" else Net(kind)
     if kind.startswith("adapter"):
         import peft
 
