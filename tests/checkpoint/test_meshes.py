@@ -87,7 +87,7 @@ def part(whole: torch.Tensor, like: torch.Tensor, rank: int, size: int) -> torch
         return mine
     from ckptkit.checkpoint.state.local_part import part_view
 
-    local = torch.empty_like(like.to_local())
+    local = torch.empty_like(like.to_local(), dtype=whole.dtype)
     for piece in part_view("", like).parts:
         at = tuple(slice(o, o + s) for o, s in zip(piece.local_offsets, piece.box.sizes, strict=True))
         of = tuple(slice(o, o + s) for o, s in zip(piece.box.offsets, piece.box.sizes, strict=True))
