@@ -598,6 +598,19 @@ def test_a_changed_optimizer_option_does_not_fit(tmp_path, was):
     trained(state.model, state.optimizer)
 
 
+@pytest.mark.parametrize("saved", [True, False])
+def test_the_mode_of_a_schedule_free_optimizer_is_restored(tmp_path, saved):
+    def made(mode: bool) -> TrainState:
+        state = made_by(optim.SGD)
+        state.optimizer.param_groups[0]["train_mode"] = mode
+        return state
+
+    state = made(not saved)
+    report = load(save(tmp_path, made(saved)), state)
+    assert state.optimizer.param_groups[0]["train_mode"] is saved
+    assert any(f"restored train_mode={saved}" in note for note in report.notes)
+
+
 def test_a_scheduler_of_another_class_does_not_fit(tmp_path):
     def joined(second: Callable[[Any], Any]) -> Callable[[Any], Any]:
         return lambda of: schedulers.SequentialLR(of, [schedulers.ConstantLR(of), second(of)], [2])

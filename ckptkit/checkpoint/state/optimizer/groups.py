@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     pass
 
 
+MODE = "train_mode"  # schedule-free optimizers' setting, which their methods train() and eval() change
 IMPLEMENTATION_SETTINGS = frozenset({"foreach", "fused", "capturable", "differentiable"})
 """Settings that affect how a step is computed, but not its result. A load keeps their live values."""
 
@@ -139,7 +140,11 @@ def _group_settings(
                 f"{what} group {index}: {key} is {reprlib.repr(value)} in the checkpoint, but {live[key]!r} here"
             )
         elif isinstance(value, bool) and isinstance(live.get(key), bool) and value is not live[key]:
-            changes.switches.append(f"{key}={value} of group {index} (here it is {live[key]})")
+            switched = f"{key}={value} of group {index} (here it is {live[key]})"
+            if key == MODE:  # belongs to the saved weights, and the next train() or eval() changes both
+                changes.notes.append(f"restored {switched}")
+            else:
+                changes.switches.append(switched)
         rounded = number(value, live.get(key))
         if isinstance(live.get(key), torch.Tensor) and is_real(value) and not same_values(rounded, value):
             changes.notes.append(
