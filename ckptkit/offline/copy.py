@@ -513,7 +513,7 @@ def _copy_run(src: str, dst: str, inventory: Inventory, how: How, reading: ReadO
             replace(place, url=f"{place.url.rstrip('/')}/{name}").check_free()
     copies: list[CopiedCheckpoint] = []
     left = _left_out(inventory)
-    damaged: dict[str, CorruptCheckpointError] = {}
+    damaged = {item.path: CorruptCheckpointError(item.reason) for item in inventory.skipped if item.damaged}
     pins = {pin.name: pin.why for pin in list_pins(root) if pin.owner is None}
     with ExitStack() as held:
         pinned = {item.name: held.enter_context(ExitStack()) for item in inventory.committed}
@@ -597,7 +597,7 @@ def _left_out(inventory: Inventory) -> dict[str, str]:
     """Return the run's entries that are not committed checkpoints, each with the reason why it is not copied."""
     found = {item.path: f"{item.name} is being saved by {item.owner}" for item in inventory.in_progress}
     found |= {item.path: f"{item.name} was not committed: its save was killed" for item in inventory.abandoned}
-    found |= {item.path: item.reason for item in inventory.skipped}
+    found |= {item.path: item.reason for item in inventory.skipped if not item.damaged}
     return found | dict.fromkeys(inventory.foreign, "it is not a ckptkit checkpoint")
 
 

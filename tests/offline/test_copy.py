@@ -20,6 +20,7 @@ from ckptkit.checkpoint.run.pins import list_pins, pin_forever
 from ckptkit.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
+    CorruptCheckpointError,
     IncompleteCheckpointError,
     IntegrityError,
     LeaseHeldError,
@@ -234,6 +235,14 @@ def test_damage_in_one_checkpoint_is_an_error_but_the_others_are_copied(run, tmp
         copy(str(run), str(tmp_path / "new"))
     assert "\nleft out: step_00000009: " in str(caught.value)
     assert steps(tmp_path / "new") == [1, 3] and leftovers(tmp_path / "new") == []
+
+
+def test_an_unreadable_commit_record_is_damage_and_the_others_are_copied(run, tmp_path):
+    (run / "step_00000002" / "checkpoint.json").write_bytes(b"{")
+    assert "checkpoint.json is not JSON" in copy(str(run), str(tmp_path / "new"), dry_run=True).faults[0]
+    with pytest.raises(CorruptCheckpointError, match=r"step_00000002 was not copied; .* has 2 other complete "):
+        copy(str(run), str(tmp_path / "new"))
+    assert steps(tmp_path / "new") == [1, 3]
 
 
 def test_a_checkpoint_of_another_save_is_replaced_only_on_request_and_if_not_pinned(run, tmp_path):
