@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ckptkit.arguments import check_flags, check_int
 from ckptkit.catalog.entry import TensorEntry
 from ckptkit.errors import CkptkitError, IncompleteCheckpointError
+from ckptkit.formats.pickles.zip import file_size
 from ckptkit.offline.copying.copier import Digested, Progress
 from ckptkit.offline.copying.coverage import check_plan, used_sources
 from ckptkit.offline.copying.execute import CopyReport, execute
@@ -325,8 +327,8 @@ def check_source_files(store: Store, entries: Iterable[TensorEntry]) -> None:
     for path, end in ends.items():
         size = there.get(path, -1)
         if size < 0:  # a web server's listing has no sizes
-            info = store.info(path)
-            size = -1 if info is None else info.size
+            with contextlib.suppress(FileNotFoundError):
+                size = file_size(store, path)
         if size < end:
             whose = sorted(rank for rank in ranks.get(path, ()) if rank >= 0)
             owner = f" (written by rank {', '.join(map(str, whose))})" if whose else ""

@@ -16,6 +16,7 @@ from ckptkit.errors import (
     IncompleteCheckpointError,
     IntegrityError,
     StorageError,
+    UnsafePathError,
     UnsafePickleError,
     UnsupportedFormatError,
 )
@@ -325,15 +326,18 @@ def file_problems(store: Store, catalog: Catalog) -> Iterator[Problem]:
         missing = f"{RECORD_NAME}: the commit record is missing: the checkpoint may be incomplete."
         yield Problem(RECORD_NAME, "", missing)
     for path, size in catalog.info.files.items():
-        found = store.info(path)
-        if found is None:
-            words, these = f"{path}: the file is missing", ", and with it"
-        elif found.kind == "file" and size >= 0 and found.size != size:
-            words = f"{path}: the file has {found.size} bytes, expected {size}. It is truncated or was replaced"
-            these = ". The missing bytes belong to"
+        try:
+            held = file_size(store, path)  # of a link: the size of the file that a read would read
+        except FileNotFoundError:
+            held, words, these = 0, f"{path}: the file is missing", ", and with it"
+        except (UnsafePathError, CorruptCheckpointError) as error:
+            held, words, these = 0, f"{path} can't be read: {str(error).rstrip('.')}", ". It contains"
         else:
-            continue
-        names = _tensors_of(catalog, path, found.size if found is not None else 0)
+            if size < 0 or held == size:
+                continue
+            words = f"{path}: the file has {held} bytes, expected {size}. It is truncated or was replaced"
+            these = ". The missing bytes belong to"
+        names = _tensors_of(catalog, path, held)
         yield Problem(path, "", f"{words}{these} {names}." if names else f"{words}.")
 
 

@@ -55,6 +55,19 @@ def test_the_output_names_the_chosen_checkpoint_unless_it_is_quiet(root, command
     assert f"{root}/{BEFORE}" in ran(command, root / "latest~1")
 
 
+@pytest.mark.parametrize("made", ["link", "directory"])
+def test_a_quick_verify_finds_what_takes_the_place_of_a_file(root, tmp_path, made):
+    data = root / NEWEST / DATA
+    data.rename(tmp_path / DATA)
+    data.symlink_to(tmp_path / DATA) if made == "link" else data.mkdir()
+    bad = [line for line in ran("verify", root, "--quick", code=1).splitlines() if line.startswith("bad: ")]
+    assert len(bad) == 1 and bad[0].startswith(f"bad: {DATA} can't be read: ")
+    wanted = "is a symbolic link to" if made == "link" else "not a regular file"
+    for check in ((), ("--no-check",)):
+        assert wanted in ran("convert", root, tmp_path / "out", "--dry-run", *check, code=1)
+        assert wanted in ran("convert", root, tmp_path / "out", *check, code=1)
+
+
 def test_a_damaged_oldest_checkpoint_has_no_previous_one(root):
     (root / "step_00000100" / DATA).unlink()
     assert "check the previous one" not in ran("verify", root / "100", code=1)
