@@ -112,7 +112,7 @@ def foreign_paths(store: Store) -> Iterator[str]:
                     pending.append(item.path)
                 elif not _OURS.fullmatch(f"{item.path}/"):
                     yield f"{item.path}/"
-            elif not _belongs(store, item, files):
+            elif not belongs(store, item, files):
                 yield item.path
 
 
@@ -141,7 +141,12 @@ def _digest(text: str) -> str:
     return hex_digest_of(text.encode())
 
 
-def _belongs(store: Store, item: FileInfo, files: Collection[str] | None) -> bool:
+def belongs(store: Store, item: FileInfo, files: Collection[str] | None = None) -> bool:
+    """Return whether a file belongs to the export or the checkpoint in `store`.
+
+    Args:
+        files: The files that the commit record lists. None if there is no record.
+    """
     path = item.path
     if _OURS.fullmatch(path):
         return True

@@ -13,6 +13,8 @@ from ckptkit import RetentionPolicy, convert, reshard
 from ckptkit.errors import CkptkitError
 from ckptkit.offline.prune import prune
 from ckptkit.storage.local import LocalStore
+from ckptkit.storage.publish import open_staging
+from ckptkit.storage.staging import new_nonce
 from tests.checkpoint.saving import save
 from tests.cli.commands import ran
 from tests.offline.folders import largest, names, refused
@@ -101,6 +103,23 @@ def test_a_dry_prune_of_an_unwritable_run_reports_it(tmp_path, monkeypatch):
     found = prune(str(tmp_path), policy=RetentionPolicy(max_num=1), dry_run=True)
     assert "is not writable" in found.failed["step_00000001"]
     assert "would FAIL to delete" in ran("prune", tmp_path, "--max-num", "1", "--dry-run", code=1)
+
+
+@pytest.mark.parametrize("others", [(), ("notes.txt",)])
+def test_a_dry_prune_names_the_leftovers_that_a_prune_removes(source, tmp_path, others):
+    convert(str(source), str(tmp_path / "out"))
+    assert (tmp_path / "out" / "README.md").exists()
+    left = Path(open_staging(LocalStore(tmp_path), "export", new_nonce()).url)
+    for path in (tmp_path / "out").iterdir():
+        path.rename(left / path.name)
+    for name in others:
+        (left / name).write_text("mine")
+    save(tmp_path, 1)
+    left.with_name(f"{left.name}.owner").unlink()
+    os.utime(left, (0, 0))
+    dry, real = (prune(str(tmp_path), policy=RetentionPolicy(max_num=1), dry_run=dry) for dry in (True, False))
+    assert dry.cleaned == real.cleaned == (() if others else (left.name,))
+    assert [path.name for path in left.glob("*")] == list(others)
 
 
 def test_a_push_from_a_remote_destination_is_refused_before_the_conversion(source):

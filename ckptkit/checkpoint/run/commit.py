@@ -36,6 +36,8 @@ from ckptkit.checkpoint.run.unnamed import (
     give_up,
     mark_of,
     others_in,
+    record_in,
+    split_files,
 )
 from ckptkit.errors import (
     CheckpointExistsError,
@@ -102,7 +104,7 @@ def clean_leftovers(
         if path in ("", but):
             continue
         try:
-            left = [] if dry_run else _remove(root, path)
+            left = _staying(root, path) if dry_run else _remove(root, path)
         except (OSError, CkptkitError) as error:
             warn_once(logger, f"{root.url}/{path}", "could not be removed: %s", error)
             continue
@@ -148,6 +150,19 @@ def _old_uploads(root: Store, *, dry_run: bool) -> list[str]:
         found = [upload for upload in found if now - upload.started >= UPLOAD_AGE_S]
         root.end_uploads(found)
     return [f"unfinished upload of {upload.name}" for upload in found]
+
+
+def _staying(root: Store, path: str) -> list[str]:
+    """Return what `_remove` would return. Deletes nothing."""
+    kept = leftover_of(path)
+    if kept is not None and kept.kind == "owner":
+        folder = staging_name(kept.name, kept.nonce)
+        return [path] if root.info(folder) is not None and _staying(root, folder) else []
+    name, _, folder = path.rpartition("/")
+    is_attempt = _OF_A_SAVE.match(f"{path}/") and not is_directory(root)
+    if kept is None and (not is_attempt or any(record.data == folder for record in deleted_records(root, name))):
+        return []
+    return [] if record_in(root, path) else split_files(root.child(path))[1]
 
 
 def _remove(root: Store, path: str) -> list[str]:

@@ -10,7 +10,7 @@ from collections.abc import Collection
 
 from ckptkit.errors import CkptkitError
 from ckptkit.formats.own.record import RECORD_NAME, CommitRecord, find_record, record_path
-from ckptkit.formats.replaceable import may_be_saved
+from ckptkit.formats.replaceable import belongs, may_be_saved
 from ckptkit.log import warn_once
 from ckptkit.storage.local import LocalStore, is_directory
 from ckptkit.storage.store import Store
@@ -41,21 +41,31 @@ def unnamed_files(root: Store, path: str, record: CommitRecord) -> list[str]:
     return [inner for inner in found if inner not in named and not _MARK.fullmatch(inner)]
 
 
-def clear(root: Store, path: str) -> list[str]:
-    """Delete the files that a dead save left, recognized by their names. Return all other files, which are kept."""
-    place = root.child(path)
+def split_files(place: Store) -> tuple[list[str], list[str]]:
+    """Return the files that a dead save or conversion left in its directory `place`, and the files of others."""
     listed = place.list(recursive=True)
-    ours = {item.path for item in listed if item.kind == "file" and may_be_saved(item.path)}
-    place.delete(sorted(ours))
+    ours = [i.path for i in listed if i.kind == "file" and (may_be_saved(i.path) or belongs(place, i))]
+    return ours, sorted({item.path for item in listed}.difference(ours))
+
+
+def clear(root: Store, path: str) -> list[str]:
+    """Delete the files that a dead save left. Return all other files, which are kept."""
+    place = root.child(path)
+    ours, left = split_files(place)
+    place.delete(ours)
     if is_directory(place):
         place.remove_empty_directories()
     else:
         root.end_uploads(root.unfinished_uploads(path))
-    left = [item.path for item in listed if item.path not in ours]
     if left:
         text = "was left by a dead save; it keeps these files, which others wrote: %s"
         warn_once(logger, f"{root.url}/{path}", text, first_few(left))
     return left
+
+
+def record_in(root: Store, path: str) -> str:
+    """Return the name of the file in `path` that records a committed or a deleted checkpoint, or ""."""
+    return next((mark for mark in (RECORD_NAME, _DELETED) if root.info(f"{path}/{mark}") is not None), "")
 
 
 def give_up(root: LocalStore, path: str, name: str) -> list[str]:
@@ -68,8 +78,8 @@ def give_up(root: LocalStore, path: str, name: str) -> list[str]:
         path: A directory that is not listed as a checkpoint.
         name: The checkpoint's name.
     """
-    mark = next((mark for mark in (RECORD_NAME, _DELETED) if root.info(f"{path}/{mark}") is not None), None)
-    if mark is None:
+    mark = record_in(root, path)
+    if not mark:
         return clear(root, path)
     others = others_in(root, path)  # other programs wrote them, so they can have any name
     if others:
