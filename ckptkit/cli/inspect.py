@@ -51,6 +51,9 @@ def command(
         raise UsageError("--after needs --html OUT.html.")
     reading = ReadOptions(layout=layout, allow_pickle=allow_pickle)
     report = inspect(url, tensors=tensors, depth=depth, storage_options=storage_options, options=reading)
+    if tensors and report.sections and not report.tensors:
+        names = command_line("inspect", url, "--tensors", "*")
+        raise UsageError(f"no tensor matches {tensors!r}. See the names with: {names}")
     if html:
         from ckptkit.offline.pictures.pages import write_inspect_page
 
@@ -58,9 +61,6 @@ def command(
         note(f"wrote {html}")
     if as_json:
         print_json(report.to_json())
-    elif tensors and not report.tensors:
-        names = command_line("inspect", url, "--tensors", "*")
-        raise UsageError(f"no tensor matches {tensors!r}. See the names with: {names}")
     else:
         click.echo("\n".join(_lines(report)))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import click
 
 from ckptkit.cli.frame import StorageOptions, command_frame, json_option, print_json, storage_option
@@ -40,6 +42,9 @@ def check_exists(address: str, storage_options: StorageOptions) -> None:
     from ckptkit.storage.local import is_directory
 
     root, name = split_checkpoint_url(address, storage_options=storage_options)
-    if root.info(name) is None and not root.list(name):
-        path = f"{root.url}/{name}"
-        raise CheckpointNotFoundError(not_there(path, path) if is_directory(root) else f"{path} does not exist.")
+    path = f"{root.url}/{name}"
+    if is_directory(root):
+        if not os.path.exists(path):
+            raise CheckpointNotFoundError(not_there(path, path))
+    elif root.info(name) is None and not root.list(name):
+        raise CheckpointNotFoundError(f"{path} does not exist.")

@@ -335,11 +335,11 @@ def _with_step(catalog: Catalog, url: str) -> Catalog:
 
 
 def real_url(url: str) -> str:
-    """Return the URL without a trailing slash. If the URL is that of a symlink, return the symlink's target."""
+    """Return the URL without a trailing slash. If the URL is that of a symlink, return its target, if that exists."""
     protocol, rest = split_url(url)
     if protocol in ("file", "local"):
         full = os.path.abspath(os.path.expanduser(rest))
-        return os.path.realpath(full) if os.path.islink(full) else full
+        return os.path.realpath(full) if os.path.islink(full) and os.path.exists(full) else full
     return url.rstrip("/")
 
 
@@ -382,6 +382,8 @@ def _refuse_empty(store: Store, url: str) -> None:
 
 def not_there(url: str, path: str) -> str:
     """Return a message that `url` does not exist. It suggests a similar path, or says which part of `path` exists."""
+    if os.path.islink(path):
+        return f"{url} is a symbolic link to {os.readlink(path)}, which does not exist."
     missing, parent = path, os.path.dirname(path)
     while not os.path.isdir(parent) and parent != os.path.dirname(parent):
         missing, parent = parent, os.path.dirname(parent)

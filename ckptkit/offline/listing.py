@@ -209,18 +209,22 @@ def nothing_of_ours(
     Raises:
         CheckpointNotFoundError: `url` is a name such as RUN/latest or RUN/1200, but the run has no such checkpoint.
     """
+    from ckptkit.formats.detect import not_there, real_url  # imported lazily, because it imports numpy
+
+    above, _, name = root.url.rpartition("/")
+    if is_directory(root):
+        root = open_store(real_url(url))
     found = root.info("")
-    above, _, name = url.rstrip("/").rpartition("/")
+    if found is not None and found.kind == "symlink":  # to nothing
+        found = None
     is_file = found is not None and found.kind != "directory"
     if found is None:
-        is_one = bool(above) and resolve_url(url, storage_options=storage_options) != url
+        is_one = resolve_url(url, storage_options=storage_options) != url
     else:
         is_one = name == LATEST_HINT if is_file else root.info(RECORD_NAME) is not None
     if is_one:
-        return f"{url} is one checkpoint; to list its run: {command_line('ls', above or '.')}"
+        return f"{url} is one checkpoint; to list its run: {command_line('ls', above)}"
     if found is None:
-        from ckptkit.formats.detect import not_there  # imported lazily, because it imports numpy
-
         missing = not_there(url, root.url) if is_directory(root) else f"{url} does not exist."
         return f"{missing} The root of a run is the directory that contains step_... directories."
     look = f"To inspect another system's checkpoint: {command_line('inspect', url)}"

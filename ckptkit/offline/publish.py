@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeAlias, TypeVar
 
+from ckptkit.checkpoint.run.address import checkpoint_named
 from ckptkit.checkpoint.run.coordinator import Coordinator, Outcome
 from ckptkit.errors import RankFailedError, UsageError
 from ckptkit.formats.own.record import MANIFEST_NAME, RECORD_NAME
@@ -240,12 +241,16 @@ def open_target(
     """Return the destination that `dst` names. With `single_file`, `dst` may name the file itself.
 
     Raises:
-        UsageError: `dst` is `source`, or a directory that contains `source`.
+        UsageError: `dst` is `source`, or a directory that contains `source`, or a name of a checkpoint (RUN/1200).
     """
     here, there = _identity(dst), _identity(source)
     if f"{there}/".startswith(f"{here}/"):
         what = "is the source" if here == there else f"contains the source, {source}"
         raise UsageError(f"{dst} {what}: the result would replace it. Give another DST.")
+    if named := checkpoint_named(dst, storage_options=storage_options):
+        raise UsageError(
+            f"{dst} is a name of the checkpoint {named}, so no command would find the result. Give another DST."
+        )
     if single_file and dst.endswith(_FILE_ENDINGS) and not os.path.isdir(dst):
         folder, _, name = dst.rpartition("/")
         return OutputPlace(folder or ("/" if dst.startswith("/") else "."), name, True, overwrite, storage_options)

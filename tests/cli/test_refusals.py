@@ -29,6 +29,7 @@ REFUSED: dict[str, tuple[int, str, str]] = {  # the rule: exit code, command lin
     "an adapter config is JSON": (2, "convert a b --adapter-config {here}/broken.json", "json is not valid JSON"),
     "an adapter config is an object": (2, "convert a b --adapter-config {here}/list.json", "JSON object"),
     "an unknown tensor tells how to list names": (2, "inspect {dcp} --tensors nothing*", "--tensors '*'"),
+    "an unknown tensor is also an error in JSON": (2, "inspect {dcp} --tensors nothing* --json", "no tensor matches"),
     "a glob that selects nothing": (2, "convert {dcp} out --include nothing*", "after --include 'nothing*'."),
     "a prefix that selects nothing": (2, "convert {dcp} out --strip-prefix net", "starts with 'net.'"),
     "a page of a reshard needs --html": (2, "inspect {root} --after {root}/100", "--html"),
@@ -39,6 +40,10 @@ REFUSED: dict[str, tuple[int, str, str]] = {  # the rule: exit code, command lin
     "a metric exists": (2, "inspect {root}/best:acc:max", "Existing metrics: loss."),
     "a misspelt metric gets a suggestion": (2, "inspect {root}/best:los:min", "'loss'"),
     "a metric has a direction": (2, "inspect {root}/best:loss:mim", "best:METRIC:min"),
+    "a name of a checkpoint is no destination": (
+        2, "convert {root} {root}/200", "{root}/200 is a name of the checkpoint {root}/step_00000200",
+    ),
+    "the name best is no destination": (2, "copy {root}/100 {root}/best", "of the checkpoint {root}/step_00000100"),
     "a misspelt metric deletes nothing": (2, "prune {root} --max-num 1 --keep-best lss:min", "Did you mean 'loss'?"),
     # Nothing there, or something else.
     "an empty directory cannot be inspected": (1, "inspect {here}/empty", "{here}/empty"),
@@ -50,6 +55,10 @@ REFUSED: dict[str, tuple[int, str, str]] = {  # the rule: exit code, command lin
     "a step by number is no run": (1, "ls {root}/200", "ckptkit ls {root}"),
     "one checkpoint is no run": (1, "ls {root}/step_00000100", "one checkpoint"),
     "a file is no run": (1, "ls {root}/step_00000100/.metadata", "is a file"),
+    "a link to nothing cannot be listed": (1, "ls dangling", "dangling is a symbolic link to nowhere, which does not"),
+    "a link to nothing cannot be read": (1, "verify dangling", "dangling is a symbolic link to nowhere, which"),
+    "a link to nothing cannot be pinned": (1, "pin dangling", "dangling is a symbolic link to nowhere, which does not"),
+    "a file has no latest": (1, "verify {here}/list.json/latest", "list.json is a file, not the root of a run"),
     "latest of another system is a file": (
         1, "inspect {zoo}/deepspeed_zero2_bf16_w2/ckpt/latest", "newest step of another system",
     ),
@@ -78,12 +87,13 @@ def test_a_mistake_is_refused_with_advice_and_changes_nothing(zoo, root, tmp_pat
         (tmp_path / name).mkdir()
     for name, text in (("other/notes.txt", "hello"), ("broken.json", "{"), ("list.json", "[1]")):
         (tmp_path / name).write_text(text)
+    (tmp_path / "dangling").symlink_to("nowhere")
     places = {"zoo": zoo, "root": root, "here": tmp_path, "hf": zoo / HF, "dcp": zoo / "dcp_fsdp2_uneven_w4" / "ckpt"}
     before = sorted(tmp_path.rglob("*"))
     result = run(*(word.format(**places) for word in shlex.split(line)))
     assert result.exit_code == code, result.output
     assert words.format(**places) in result.stderr
-    assert sorted(tmp_path.rglob("*")) == before
+    assert sorted({*tmp_path.rglob("*")} - {root / ".ckptkit" / "pins"}) == before  # the directory of readers' pins
 
 
 MISSING = (

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from ckptkit.errors import CheckpointNotFoundError, CorruptCheckpointError, command_line
+from ckptkit.errors import CheckpointNotFoundError, CkptkitError, CorruptCheckpointError, command_line
 from ckptkit.storage.local import is_directory
 from ckptkit.storage.open import open_store
 from ckptkit.storage.store import Store, check_url, split_url
@@ -57,6 +57,19 @@ def resolve_url(url: str, *, storage_options: Mapping[str, Any] | None = None) -
     return f"{place}/{chosen.path}"
 
 
+def checkpoint_named(url: str, *, storage_options: Mapping[str, Any] | None = None) -> str:
+    """Return the URL of the checkpoint if `url` is one of the names of `resolve_url`. Returns "" for any other URL."""
+    if not NAMED_CHECKPOINT.fullmatch(url.rstrip("/").rpartition("/")[2]):
+        return ""
+    try:
+        found = resolve_url(url, storage_options=storage_options)
+    except CorruptCheckpointError as error:
+        return error.checkpoint
+    except CkptkitError:  # there is no such checkpoint
+        return ""
+    return "" if found == url else found
+
+
 def resolve_checkpoint(url: str, *, storage_options: Mapping[str, Any] | None = None) -> str:
     """Like `resolve_url`, but the root of a run stands for its newest checkpoint."""
     from ckptkit.checkpoint.run.inventory import list_checkpoints
@@ -79,10 +92,12 @@ def _refuse_nothing(root: Store, inventory: Inventory, name: str) -> None:
         return
     if is_directory(root) and os.path.isdir(os.path.join(root.url, name)):
         return
-    if is_directory(root) and root.info("") is None:
+    if is_directory(root) and not os.path.isdir(root.url):
         from ckptkit.formats.detect import not_there  # imported lazily, because it imports numpy
 
-        raise CheckpointNotFoundError(not_there(root.url, root.url))
+        is_file = os.path.exists(root.url)
+        missing = f"{root.url} is a file, not the root of a run." if is_file else not_there(root.url, root.url)
+        raise CheckpointNotFoundError(missing)
     there = f"; {len(inventory.skipped)} directories were skipped (`{command_line('ls', '--all', root.url)}`)" * bool(
         inventory.skipped
     )
