@@ -48,7 +48,7 @@ def command(root: str, *, every: bool, as_json: bool, html: str | None, **option
     if as_json:
         print_json(listing.to_json())
     elif is_quiet():
-        click.echo("\n".join(row.name for row in listing.checkpoints if row.state == "committed"))
+        click.echo("".join(f"{row.name}\n" for row in listing.checkpoints if row.state == "committed"), nl=False)
     else:
         click.echo("\n".join(_lines(listing, every=every)))
 

@@ -19,13 +19,13 @@ def command(url: str, as_json: bool, storage_options: StorageOptions) -> None:
     RUN alone means the newest checkpoint of the run.
     """
     from ckptkit.checkpoint.run.address import resolve_checkpoint
-    from ckptkit.checkpoint.run.pins import unpin
+    from ckptkit.checkpoint.run.pins import split_checkpoint_url, unpin
 
     address = resolve_checkpoint(url, storage_options=storage_options)
     was_pinned = unpin(address, storage_options=storage_options)
     if not was_pinned:
         check_exists(address, storage_options)
-    shown = address.rstrip("/").rpartition("/")[2]
+    _, shown = split_checkpoint_url(address, storage_options=storage_options)
     if as_json:
         print_json({"schema": "ckptkit.pin/1", "name": shown, "pinned": False, "was": was_pinned})
     else:

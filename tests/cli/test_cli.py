@@ -178,6 +178,19 @@ def test_unpinning_a_run_unpins_its_newest_checkpoint(root):
     assert "step_00000300" in ran("unpin", root)
 
 
+def test_the_current_directory_can_be_a_checkpoint(root, monkeypatch):
+    monkeypatch.chdir(root / "step_00000200")
+    assert f"to list its run: ckptkit ls {root}\n" in ran("ls", ".", code=1)
+    assert ran("pin", ".", "--why", "x") == "pinned step_00000200: x\n"
+    assert ran("unpin", ".") == "unpinned step_00000200\n"
+
+
+def test_quiet_ls_of_a_run_without_checkpoints_prints_nothing(root):
+    for record in root.glob("*/checkpoint.json"):
+        record.unlink()
+    assert ran("ls", "-q", root) == ""
+
+
 def shell(*words: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-m", "ckptkit", *words], capture_output=True, text=True, check=False)
 

@@ -22,7 +22,7 @@ from ckptkit.storage.open import open_store
 from ckptkit.storage.owner import Owner, owner_in, owner_json, read_json
 from ckptkit.storage.retry import BRIEF_S, Patience, timeout_s
 from ckptkit.storage.staging import new_nonce
-from ckptkit.storage.store import FileInfo, Store
+from ckptkit.storage.store import FileInfo, Store, split_url
 
 logger = logging.getLogger(__name__)
 
@@ -221,6 +221,8 @@ def deleting(root: Store, name: str) -> Iterator[list[Pin]]:
 
 def split_checkpoint_url(url: str, *, storage_options: Mapping[str, Any] | None = None) -> tuple[Store, str]:
     """Split a checkpoint's URL into the run's store and the checkpoint's name."""
+    if split_url(url)[0] in ("file", "local"):
+        url = open_store(url).url  # absolute, because "." is no name
     head, separator, name = url.rstrip("/").rpartition("/")
     if name in ("", ".", "..") or head.endswith(":/"):
         raise UsageError(f"{url} does not name a checkpoint: give its directory, for example RUN/step_00001000.")

@@ -152,7 +152,7 @@ def test_pinning_again_changes_the_reason_only_if_one_is_given(tmp_path):
 def test_a_checkpoint_url_is_split_into_run_and_name(url, root, name):
     store, found = split_checkpoint_url(url)
     assert (store.url, found) == (root, name)
-    for other in ("", "/", ".", "..", "s3://bucket"):
+    for other in ("", "/", "s3://bucket", "s3://bucket/.."):
         with pytest.raises(UsageError):
             split_checkpoint_url(other)
 
