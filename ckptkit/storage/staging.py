@@ -154,8 +154,8 @@ def is_dead(store: Store, path: str, *, leased: bool = False) -> bool | None:
 
 def exists_already(place: str) -> CheckpointExistsError:
     return CheckpointExistsError(
-        f"{place} exists already; nothing was written. Choose another path, or replace it with overwrite=True "
-        "(--overwrite)."
+        f"{place} exists already; nothing was written. Choose another path. overwrite=True (--overwrite) replaces it "
+        "if it is a checkpoint or an export."
     )
 
 

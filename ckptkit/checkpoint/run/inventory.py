@@ -467,9 +467,10 @@ def _objective(
     if metric is not None:
         check_metric(inventory, metric)
         raise UsageError(f"{inventory.url}: is the lowest {metric!r} the best? Write 'best:{metric}:min' or ':max'.")
+    known = sorted({name for item in inventory.committed for name in item.record.metrics})
     raise UsageError(
-        f"{inventory.url}: 'best' by which metric? No checkpoint records one. Write 'best:METRIC:min' or "
-        "'best:METRIC:max'."
+        f"{inventory.url}: 'best' by which metric? No checkpoint records this. Write 'best:METRIC:min' or "
+        f"'best:METRIC:max'. Existing metrics: {', '.join(known) or 'none'}."
     )
 
 

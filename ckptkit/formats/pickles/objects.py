@@ -147,9 +147,8 @@ def read_pickled(
             f"{file} is a tar archive. ckptkit does not read those of torch 0.1: if you trust the file, load it with "
             "torch.load(weights_only=False), and save it again."
         )
-    found = f"{len(head)} bytes" if len(head) < 8 else f"bytes {head[:8]!r}"
     raise CorruptCheckpointError(
-        f"{file}: it begins with {found}. Expected a file of torch.save, or a pickle of protocol 2 or newer."
+        f"{file}: it begins with {head[:8]!r}. Expected a file of torch.save, or a pickle of protocol 2 or newer."
     )
 
 

@@ -145,6 +145,6 @@ def test_an_error_about_an_empty_run_says_what_was_skipped_and_why(tmp_path):
 
 def test_best_without_a_recorded_metric_is_an_error(tmp_path):
     save(tmp_path, 1, fields={"metrics": {"loss": 1.0}})
-    with pytest.raises(UsageError, match="best:METRIC:min"):
+    with pytest.raises(UsageError, match=r"best:METRIC:min.* Existing metrics: loss\."):
         resolve(open_store(str(tmp_path)), "best")
     assert resolve(open_store(str(tmp_path)), "best", best=("loss", "min")).step == 1
