@@ -1,5 +1,6 @@
 """Starts the command line."""
 
+import signal
 import sys
 from typing import Any
 
@@ -13,6 +14,7 @@ def main() -> Any:
 
         _keep_freed_memory()
     except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C while Python exits would change the exit code
         sys.stderr.write("Interrupted. Nothing was changed.\n")
         return 130
     return run()

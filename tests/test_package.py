@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 
 import pytest
@@ -45,5 +46,10 @@ def test_an_interrupt_while_the_command_line_is_imported_ends_it_without_a_trace
 
     monkeypatch.delitem(sys.modules, "ckptkit.cli.main", raising=False)
     monkeypatch.setattr(sys, "meta_path", [Interrupted, *sys.meta_path])
-    assert command_line() == 130
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        assert command_line() == 130
+        signal.raise_signal(signal.SIGINT)  # a second Ctrl-C has no effect
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert capsys.readouterr().err == "Interrupted. Nothing was changed.\n"
