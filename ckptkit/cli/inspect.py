@@ -51,7 +51,7 @@ def command(
         raise UsageError("--after needs --html OUT.html.")
     reading = ReadOptions(layout=layout, allow_pickle=allow_pickle)
     report = inspect(url, tensors=tensors, depth=depth, storage_options=storage_options, options=reading)
-    if tensors and report.sections and not report.tensors:
+    if tensors and not report.tensors:
         names = command_line("inspect", url, "--tensors", "*")
         raise UsageError(f"no tensor matches {tensors!r}. See the names with: {names}")
     if html:
