@@ -293,7 +293,7 @@ def _filled(target: Target, row: Bytes, kind: NewRows) -> ComputedTensor:
 def _row_bytes(mean: Doubles | None, target: Target) -> Bytes:
     """Return one new row of a target as bytes.
 
-    The mean is rounded to the stored dtype, then cast like the other rows.
+    `mean` is rounded to the stored dtype, then cast like the old rows. If it is None, the row is zeros.
     """
     if mean is None:
         width = Box.whole(target.shape[1:]).numel

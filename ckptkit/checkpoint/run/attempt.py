@@ -39,7 +39,7 @@ _witnessed: weakref.WeakKeyDictionary[Store, Witness] = weakref.WeakKeyDictionar
 
 @dataclass(frozen=True, slots=True)
 class Witness:
-    """The path and nonce of an attempt's lease file. A rank that finds it there sees rank 0's store."""
+    """The path and nonce of a lease file. If a rank finds this file in its store, the store is also rank 0's."""
 
     path: str
     nonce: str

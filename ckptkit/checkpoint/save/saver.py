@@ -142,7 +142,7 @@ class Prepared:
 class Saver:
     """Saves the states of one run.
 
-    If nothing has changed since the previous save, reuses the plan on which the ranks agreed then.
+    If nothing has changed since the previous save, the ranks do not exchange their plans again.
 
     Attributes:
         objective: The metric of `keep_best`, and "min" or "max".

@@ -57,7 +57,7 @@ def spare_fields(spares: Iterable[Spare]) -> dict[str, Any]:
 
 
 def spares_of(extra: Mapping[str, Any], prefix: str = "") -> list[Spare]:
-    """Return the large records, other than slices, that `info.extra` lists under the key `SPARES`.
+    """Return the spares (large copies of slices) that `info.extra` lists under the key `SPARES`.
 
     Args:
         prefix: Directory to put before each path.
