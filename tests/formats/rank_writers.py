@@ -205,7 +205,12 @@ def write_verl_fsdp1(out: str, use_orig_params: bool, replicas: int) -> dict[str
         options["device_mesh"] = init_device_mesh("cpu", (replicas, world // replicas), mesh_dim_names=("ddp", "fsdp"))
         options["sharding_strategy"] = ShardingStrategy.HYBRID_SHARD
     wrapped = _fsdp1(net(), use_orig_params=use_orig_params, **options)
-    optimizer = torch.optim.AdamW(wrapped.parameters(), foreach=False)
+    groups: list[Any] = [*wrapped.parameters()]
+    if use_orig_params:  # without them, a flat parameter contains matrices and vectors
+        matrices = [p for name, p in wrapped.named_parameters() if "norm" not in name and "bias" not in name]
+        vectors = [p for p in groups if all(p is not matrix for matrix in matrices)]
+        groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, foreach=False)
     train(wrapped, optimizer)
     with FSDP.state_dict_type(wrapped, StateDictType.FULL_STATE_DICT, FullStateDictConfig()):
         expected = whole(wrapped.state_dict())

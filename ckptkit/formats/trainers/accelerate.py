@@ -24,7 +24,7 @@ from ckptkit.formats.state_names import ACCELERATE_MODEL
 from ckptkit.formats.trainers import fsdp1_local
 from ckptkit.formats.trainers.merge import assembled, open_part, recorded_step, renamed, state_files
 from ckptkit.formats.trainers.optimizer_files import OptimizerState, read_optimizer
-from ckptkit.formats.trainers.rank_files import RankFiles, join_model, read_files, recorded_ranks
+from ckptkit.formats.trainers.rank_files import RankFiles, join_model, recorded_ranks
 from ckptkit.storage import Store
 
 _OPTIMIZER = re.compile(r"optimizer(?:_(\d+))?(?:_rank(\d+))?(\.bin|/)")
@@ -75,19 +75,18 @@ def _open_one(
         parts.append(renamed(open_part(catalog.open_catalog, store, optimizers[0], options), "optimizer"))
     if not models[0].endswith(".bin"):
         return [open_part(catalog.open_catalog, store, models[0], options), *parts]
-    names, values = _read(store, models, options)
-    what = _template(names[0])
+    files, values = _read(store, models, options)
+    names = files.ordered
     if fsdp1_local.is_flat(values):
         return [fsdp1_local.read(store, names, values, sizes, parts[0] if parts else None, options), *parts]
-    model, optimizer = join_model(values, what=what), OptimizerState()
-    world_size = len(names) if "_rank" in names[0] else None
+    model, optimizer = join_model(values, what=files.template), OptimizerState()
     if not parts and optimizers:
-        files, states = _read(store, optimizers, options)
-        optimizer = read_optimizer(states, model.params, what=_template(files[0]))
-        names = [*names, *files]
+        others, states = _read(store, optimizers, options)
+        optimizer = read_optimizer(states, model.params, what=others.template, replica=model.replica)
+        names = [*names, *others.ordered]
     info = CatalogInfo(
         "accelerate",
-        world_size=world_size,
+        world_size=len(values) if "{rank}" in files.template else None,
         mesh=model.mesh,
         files={name: sizes.get(name, -1) for name in names},
         notes=(*model.notes, *optimizer.notes),
@@ -95,15 +94,13 @@ def _open_one(
     return [Catalog({**model.tensors, **optimizer.tensors}, optimizer.objects, info), *parts]
 
 
-def _read(store: Store, files: Sequence[str], options: ReadOptions) -> tuple[list[str], list[Any]]:
-    """Return the names and the values of the files: one file per rank, in rank order, or a single full file."""
-    ranks = RankFiles.matching(_template(files[0]), files) if "_rank" in files[0] else None
-    if ranks is None:
-        return list(files), read_files(store, files, options)
-    values = ranks.read(store, options)
-    if isinstance(values[0], dict):
-        ranks.check(max(len(values), recorded_ranks(values[0].values())))
-    return ranks.ordered, values
+def _read(store: Store, names: Sequence[str], options: ReadOptions) -> tuple[RankFiles, list[Any]]:
+    """Return the files and their values: one file per rank, in rank order, or a single full file."""
+    files = RankFiles.matching(_template(names[0]), names)
+    values = files.read(store, options)
+    if isinstance(values[0], dict) and "{rank}" in files.template:
+        files.check(max(len(values), recorded_ranks(values[0].values())))
+    return files, values
 
 
 def _template(name: str) -> str:

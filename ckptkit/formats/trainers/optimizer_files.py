@@ -48,7 +48,12 @@ def state_name(param: str | int, state: str) -> str:
 
 
 def read_optimizer(
-    values: Sequence[Any], params: Sequence[Param], *, what: str, names: Mapping[Any, str] | None = None
+    values: Sequence[Any],
+    params: Sequence[Param],
+    *,
+    what: str,
+    names: Mapping[Any, str] | None = None,
+    replica: Sequence[int] = (),
 ) -> OptimizerState:
     """Return the optimizer's entries, with the parts of all ranks joined.
 
@@ -57,6 +62,7 @@ def read_optimizer(
         params: The model's parameters in module order, without wrapper names. A tied parameter is listed once.
             []: the order of the states is unknown.
         names: Parameter name of each index, if known.
+        replica: The ranks that hold one replica of the model (see `RankModel`). (): all ranks.
     """
     found = OptimizerState()
     if not is_state_dicts(values):
@@ -67,7 +73,11 @@ def read_optimizer(
     if names is None:
         of_ranks = f"the optimizer in {what.format(rank='*')}"
         unproved = "the model's names and shapes do not prove which parameter has which index."
-        if not params or _has_pieces(values):
+        pieces = _has_pieces(values)
+        flat = _read_flat({rank: values[rank] for rank in replica or range(len(values))}, params) if pieces else None
+        if flat is not None:
+            return flat
+        if not params or pieces:
             found.notes.append(f"{of_ranks} was skipped: its state is keyed by index, and {unproved}")
             return found
         found.notes.append(f"{of_ranks} is keyed by index, and {unproved} Only a load in a job, by order, can use it.")
@@ -244,7 +254,7 @@ def _fits(values: Sequence[Mapping[str, Any]], key: Any, param: Param) -> bool:
 _BLOCK = re.compile(r"(.*?\.\d+)\..+")
 
 
-def read_flat_optimizer(values: Mapping[int, Mapping[str, Any]], params: Sequence[Param]) -> OptimizerState | None:
+def _read_flat(values: Mapping[int, Mapping[str, Any]], params: Sequence[Param]) -> OptimizerState | None:
     """Return the entries for FSDP1's rank-local flat state, or None if the sizes do not prove the layout.
 
     Args:
@@ -253,12 +263,22 @@ def read_flat_optimizer(values: Mapping[int, Mapping[str, Any]], params: Sequenc
     """
     groups = next(iter(values.values()))["param_groups"]
     indices = [index for group in groups for index in group["params"]]
-    for units in ([[param] for param in params], _blocks(params), [list(params)]):
+    flat = [Param(param.fqn, (math.prod(param.shape),)) for param in params]
+    shapes = [[_joined_shape(_flat_states(values, index)) for index in group["params"]] for group in groups]
+    assigned = assign(flat, shapes, [group.get("weight_decay") == 0 for group in groups])
+    by_name = {param.fqn: [param] for param in params}
+    alone = [by_name[fqn] for names in assigned or () for fqn in names]
+    for units in (alone, _blocks(params), [list(params)]):
         if len(units) == len(indices):
             found = _flat_entries(values, groups, dict(zip(indices, units, strict=True)))
             if found is not None:
                 return found
     return None
+
+
+def _joined_shape(states: Mapping[str, Sequence[tuple[int, StoredTensor]]]) -> tuple[int] | None:
+    """Return the shape of a state after joining the ranks' pieces, or None if there is no state."""
+    return next(((sum(tensor.numel for _, tensor in pieces),) for pieces in states.values()), None)
 
 
 def _blocks(params: Sequence[Param]) -> list[list[Param]]:

@@ -171,10 +171,11 @@ def _of_all_ranks(
     first, names = saved[0], of_model.ordered
     optimizer, key, read = OptimizerState(), _optimizer_key(first.rest), {*names}
     if key is not None and all(isinstance(one.rest.get(key), dict) for one in saved):
-        optimizer = read_optimizer([one.rest[key] for one in saved], model.params, what=of_model.template)
+        states, what = [one.rest[key] for one in saved], of_model.template
+        optimizer = read_optimizer(states, model.params, what=what, replica=model.replica)
     elif (apart := _of_optimizer(groups, of_model)) is not None:
         states = [_levels(value, _optimizer_key)[-1] for value in apart.read(store, options)]
-        optimizer = read_optimizer(states, model.params, what=apart.template)
+        optimizer = read_optimizer(states, model.params, what=apart.template, replica=model.replica)
         read |= {*apart.names.values()}
     alike, unread = _values(saved, names, key)
     others = {name for one in groups if one.step in (None, of_model.step) for name in one.names.values()} - read

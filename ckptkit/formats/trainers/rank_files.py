@@ -84,9 +84,10 @@ class RankFiles:
 
     @classmethod
     def matching(cls, template: str, files: Iterable[str]) -> RankFiles:
-        """Return the files that have this name, with any number in place of "{rank}"."""
+        """Return the files that have this name, with any number in place of "{rank}". Without "{rank}": one file."""
         pattern = re.compile(re.escape(template).replace(re.escape("{rank}"), r"(\d+)"))
-        return cls(template, {int(match[1]): match[0] for match in map(pattern.fullmatch, files) if match})
+        found = filter(None, map(pattern.fullmatch, files))
+        return cls(template, {int(match[1]) if pattern.groups else 0: match[0] for match in found})
 
     @property
     def ordered(self) -> list[str]:
@@ -124,7 +125,7 @@ def recorded_ranks(tensors: Iterable[Any]) -> int:
     return found
 
 
-def one_replica(state_dicts: Sequence[Mapping[str, Any]]) -> list[int]:
+def _one_replica(state_dicts: Sequence[Mapping[str, Any]]) -> list[int]:
     """Return the ranks that hold one replica of an FSDP1 model, in the order of the shards.
 
     With HSDP, these are the ranks in the first row of the mesh. Without HSDP, these are all ranks.
@@ -142,12 +143,18 @@ def one_replica(state_dicts: Sequence[Mapping[str, Any]]) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class RankModel:
-    """A model, joined from the files of all ranks. `params` are the model's parameters in module order."""
+    """A model, joined from the files of all ranks.
+
+    Attributes:
+        params: The model's parameters in module order.
+        replica: The ranks that hold one replica of the model, in the order of the shards.
+    """
 
     tensors: dict[str, TensorEntry]
     params: list[Param]
     mesh: MeshInfo | None
     notes: tuple[str, ...]
+    replica: list[int]
 
 
 def join_model(state_dicts: Sequence[Any], *, what: str, where: str = "") -> RankModel:
@@ -176,7 +183,7 @@ def join_model(state_dicts: Sequence[Any], *, what: str, where: str = "") -> Ran
     tensors = {name: tensor.entry(name, Role.MODEL, fqn=fqns[name]) for name, tensor in joined.items()}
     mesh = next((tensor.mesh for tensor in joined.values() if tensor.mesh is not None), None)
     notes = tuple(note for tensor in joined.values() for note in tensor.notes)
-    return RankModel(tensors, parameters(state_dicts[0], tensors), mesh, notes)
+    return RankModel(tensors, parameters(state_dicts[0], tensors), mesh, notes, _one_replica(state_dicts))
 
 
 def parameters(state_dict: Mapping[str, Any], entries: Mapping[str, TensorEntry]) -> list[Param]:

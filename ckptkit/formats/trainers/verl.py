@@ -13,9 +13,8 @@ from ckptkit.catalog.entry import Catalog, CatalogInfo, ObjectEntry
 from ckptkit.errors import CheckpointNotFoundError, CorruptCheckpointError, IncompleteCheckpointError
 from ckptkit.formats.hf.side_files import file_names, find_side_files, read_json
 from ckptkit.formats.options import DEFAULTS, ReadOptions
-from ckptkit.formats.trainers.optimizer_files import OptimizerState, is_state_dicts, read_flat_optimizer, read_optimizer
-from ckptkit.formats.trainers.param_order import Param
-from ckptkit.formats.trainers.rank_files import RankFiles, join_model, one_replica
+from ckptkit.formats.trainers.optimizer_files import OptimizerState, read_optimizer
+from ckptkit.formats.trainers.rank_files import RankFiles, RankModel, join_model
 from ckptkit.storage import Store
 
 _MODEL_FILE = re.compile(r"model_world_size_(\d+)_rank_\d+\.pt")
@@ -32,11 +31,10 @@ def open_catalog(store: Store, *, options: ReadOptions = DEFAULTS) -> Catalog:
         for kind in ("model", "optim", "extra_state")
     )
     of_model.check(world_size)
-    state_dicts = of_model.read(store, options)
-    model = join_model(state_dicts, what=of_model.template)
+    model = join_model(of_model.read(store, options), what=of_model.template)
     optimizer = OptimizerState()
     if of_optimizer.names:
-        optimizer = _optimizer(store, of_optimizer, world_size, model.params, one_replica(state_dicts), options)
+        optimizer = _optimizer(store, of_optimizer, world_size, model, options)
     lora = next((meta for path in _ADAPTERS if isinstance(meta := read_json(store, path), dict)), None)
     step = re.search(r"global_step_(\d+)(?:/[^/]*)?/?$", store.url)
     info = CatalogInfo(
@@ -77,19 +75,10 @@ def _world_size(store: Store, files: Sequence[str]) -> int:
 
 
 def _optimizer(
-    store: Store,
-    files: RankFiles,
-    world_size: int,
-    params: Sequence[Param],
-    replica: Sequence[int],
-    options: ReadOptions,
+    store: Store, files: RankFiles, world_size: int, model: RankModel, options: ReadOptions
 ) -> OptimizerState:
     try:
         files.check(world_size)
     except IncompleteCheckpointError as error:
         return OptimizerState(notes=[f"the optimizer was skipped: {error}"])
-    values = files.read(store, options)
-    found = read_optimizer(values, params, what=files.template)
-    if found.tensors or found.objects or not is_state_dicts(values):
-        return found
-    return read_flat_optimizer({rank: values[rank] for rank in replica}, params) or found
+    return read_optimizer(files.read(store, options), model.params, what=files.template, replica=model.replica)
