@@ -484,6 +484,11 @@ class Catalog:
         tables = {id(entry.slices.paths): entry.slices.paths for entry in self.tensors.values()}  # often shared
         return {path for table in tables.values() for path in table}
 
+    def has(self, role: Role) -> bool:
+        """Return whether a tensor or an object has this role. An optimizer without momentum has only objects."""
+        objects, tensors = self.objects.values(), self.tensors.values()
+        return any(item.role is role for item in objects) or any(entry.role is role for entry in tensors)
+
     def by_role(self, role: Role) -> dict[str, TensorEntry]:
         """Return the tensors with this role, keyed by FQN for MODEL and MASTER, and by name for the other roles.
 

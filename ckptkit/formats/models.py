@@ -50,9 +50,11 @@ def model_names(entries: Iterable[TensorEntry]) -> list[str]:
 def numbered(catalog: Catalog, index: int) -> Catalog:
     """Rename the entries of one of several models, or of its optimizer, so that the catalogs can be merged.
 
-    Names start with `model_<index>.` or `optimizer_<index>.`. FQNs start with `model_<index>.`, except in the
-    optimizer's settings (see `prefix_of_optimizer`).
+    The first model (0) keeps its names. Otherwise, names start with `model_<index>.` or `optimizer_<index>.`, and FQNs
+    with `model_<index>.`, except in the optimizer's settings (see `prefix_of_optimizer`).
     """
+    if index == 0:
+        return catalog
 
     def name_of(name: str) -> str:
         top, _, rest = name.partition(".")

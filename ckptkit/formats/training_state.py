@@ -39,6 +39,7 @@ from ckptkit.formats.state_names import (
     STEPS,
 )
 from ckptkit.formats.trainers.param_order import Param, assign
+from ckptkit.keymaps.wrappers import strip_infixes, without_infixes
 from ckptkit.storage.store import Store
 
 MAX_OBJECT_BYTES = 1 << 20  # of the tensors in one object that is neither a model nor an optimizer
@@ -344,6 +345,18 @@ def without_kind(word: str) -> str:
 
 
 # --- optimizers
+
+
+def possible_fqns(name: str, front: str, module: str) -> list[str]:
+    """Return the FQNs that a parameter may have in the catalog, given its name in an optimizer. Likely ones come first.
+
+    Args:
+        front: A prefix that only the catalog's names may have, such as "model_1.".
+        module: A prefix that only the optimizer's names may have, such as "model." in a LightningModule.
+    """
+    clean = without_infixes(name).removeprefix("_forward_module.")
+    plain = strip_infixes([name])[name]
+    return [front + clean, front + plain, name, clean, clean.removeprefix(module), plain, plain.removeprefix(module)]
 
 
 def _owner(entry: TensorEntry | ObjectEntry) -> str:

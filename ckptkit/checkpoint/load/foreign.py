@@ -11,19 +11,14 @@ from ckptkit.catalog.entry import Catalog, CatalogInfo, Role, TensorEntry, Tenso
 from ckptkit.checkpoint.state.model_tensors import live_tensors, parameter_names
 from ckptkit.checkpoint.state.train_state import TrainState, is_stateful, own_merge, section
 from ckptkit.checkpoint.state.values import JSON, encode
-from ckptkit.errors import UNREADABLE, CheckpointMismatchError, CkptkitError, SaveError
+from ckptkit.errors import CheckpointMismatchError, CkptkitError, SaveError
 from ckptkit.formats.dcp.class_records import in_parts, renamed_recipes
 from ckptkit.formats.dcp.subclasses import SUBCLASSES
-from ckptkit.formats.hf import safetensors
-from ckptkit.formats.models import number_of, numbered, prefix_of_optimizer, with_trained_weights
+from ckptkit.formats.models import number_of, prefix_of_optimizer, with_trained_weights
 from ckptkit.formats.nested import insert, with_lists
-from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.pickles.objects import TensorValue
-from ckptkit.formats.state_names import ACCELERATE_FILE, MODEL_FILE, OPTIMIZER_FILE, WEIGHTS_NAMES
-from ckptkit.formats.torch_save import MODEL_FILES, may_hold_model, open_file, torch_files
-from ckptkit.formats.trainers.merge import assembled, renamed, state_files
+from ckptkit.formats.trainers.beside import with_files_beside
 from ckptkit.formats.trainers.param_order import Param
-from ckptkit.formats.trainers.steps import ordered, parse_step
 from ckptkit.formats.training_state import (
     SavedOptimizer,
     TrainingState,
@@ -32,6 +27,7 @@ from ckptkit.formats.training_state import (
     in_natural_order,
     is_usual_scheduler,
     loadable,
+    possible_fqns,
     read_training_state,
     without_kind,
 )
@@ -43,10 +39,7 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
-_LIBRARY_FILE = re.compile(rf"(?:{WEIGHTS_NAMES})\.safetensors|adapter_model\.bin")
 _OF_RANKS = ("rank-files", "verl", "lightrft", "accelerate")  # formats with one file per rank
-_ANY_CLASS = ReadOptions(allow_pickle=True)  # training_args.bin contains an instance of transformers' class
-_MAX_OTHERS = 8  # how many files are opened to find out whether they contain tensors
 _SAMPLES = 8
 _DIGITS = re.compile(r"\d+")
 _PEFT_ROOT, _ORIGINAL = "base_model.model.", ".original_module."
@@ -58,64 +51,6 @@ _ADAPTER = re.compile(
     r"|(?<=\.lora_magnitude_vector)\.[^.]+\.weight$"
     r"|(?:(?<=\.lora_[AB])|(?<=\.lora_embedding_[AB]))\.(?!(?:weight|bias)$)[^.]+"
 )
-
-
-def with_files_beside(catalog: Catalog, store: Store) -> Catalog:
-    """Return the catalog with the optimizer, scheduler and random states that are in the same directory as the weights.
-
-    A catalog that already contains an optimizer is returned unchanged. If the state files may belong to another model
-    in the directory, they are not added, and a note names these files and the other models.
-    """
-    if not catalog.info.format.startswith("safetensors") and catalog.info.format not in ("torch", "hf"):
-        return catalog
-    roles = {entry.role for entry in catalog.tensors.values()} | {item.role for item in catalog.objects.values()}
-    if Role.OPTIMIZER in roles:  # an optimizer without momentum has only objects
-        return catalog
-    files = {item.path: item.size for item in store.list() if item.kind == "file"}
-    parts = [catalog]
-    models = {int(match[1]): name for name in files if (match := MODEL_FILE.fullmatch(name))}
-    optimizers = [(int(match[1] or 0), name) for name in files if (match := OPTIMIZER_FILE.fullmatch(name))]
-    state = {kind: name for kind, name in state_files(files).items() if kind not in catalog.objects}
-    # Only accelerate numbers models and optimizers. In file names of other programs, numbers are steps or epochs.
-    if not any(map(ACCELERATE_FILE.fullmatch, files)):
-        models, optimizers = {}, [(0, name) for _, name in optimizers if name in ("optimizer.bin", "optimizer.pt")]
-        found = [*(name for _, name in optimizers), *state.values()]
-        if found and (others := _newer_or_other_models(catalog, store, files)):
-            note = f"not read: {first_few(found)}, which may belong to {first_few(others)}."
-            return replace(catalog, info=replace(catalog.info, notes=(*catalog.info.notes, note)))
-    for index, name in sorted(models.items()):
-        open_model = safetensors.open_file if name.endswith(".safetensors") else open_file
-        parts.append(numbered(open_model(store, name), index))
-    for index, name in sorted(optimizers):
-        part = renamed(open_file(store, name), "optimizer")
-        parts.append(numbered(part, index) if index else part)
-    if len(parts) == 1 and not state:
-        return catalog
-    return assembled(store, parts, catalog.info, state)
-
-
-def _newer_or_other_models(catalog: Catalog, store: Store, files: Collection[str]) -> list[str]:
-    """Return the models, except the one in `catalog`, to which an optimizer.pt in the same directory may belong.
-
-    If the model in `catalog` has the highest step, models of other steps are left out. Returns [] if the file name in
-    `catalog` is a library's, or if no other file contains tensors (args.pt, vocab.pt).
-    """
-    name = next(iter(catalog.info.files), "")
-    if len(catalog.info.files) > 1 or name in MODEL_FILES or _LIBRARY_FILE.fullmatch(name):
-        return []  # libraries write each model to a directory of its own
-    likely = [n for n in may_hold_model(files) if n != name]
-    others = [*torch_files(store, likely), *(n for n in likely if n.endswith(".safetensors"))]
-    steps = ordered([name, *others])
-    if steps and steps[0].name == name:
-        others = [other for other in others if parse_step(other) is None]
-    return others if len(others) > _MAX_OTHERS or any(_may_contain_tensors(store, other) for other in others) else []
-
-
-def _may_contain_tensors(store: Store, path: str) -> bool:
-    try:
-        return path.endswith(".safetensors") or bool(open_file(store, path, options=_ANY_CLASS).tensors)
-    except UNREADABLE:
-        return True
 
 
 Aliases = Mapping[str, Mapping[str, str]]
@@ -416,15 +351,8 @@ class _LiveNames:
     def __call__(self, name: Any) -> str:
         fqn = self.numbers.get(str(name))
         if not fqn:
-            clean = without_infixes(str(name)).removeprefix("_forward_module.")
-            usual = self.rename(clean.removeprefix(self.prefix))
-            options = (
-                self.rename(self.front + clean),
-                self.rename(clean),
-                usual,
-                self.rename(clean.removeprefix("module.")),
-            )
-            fqn = next((option for option in options if option in self.known), usual)
+            options = [*map(self.rename, possible_fqns(str(name), self.front, self.prefix))]
+            fqn = next((option for option in options if option in self.known), options[-1])
         return self.tied.get(fqn, fqn)
 
 

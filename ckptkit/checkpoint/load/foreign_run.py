@@ -14,8 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
-from ckptkit.catalog.entry import Catalog, Role
-from ckptkit.checkpoint.load.foreign import with_files_beside
+from ckptkit.catalog.entry import Role
 from ckptkit.checkpoint.run.inventory import Inventory, list_checkpoints
 from ckptkit.checkpoint.state.train_state import TrainState
 from ckptkit.errors import (
@@ -42,6 +41,7 @@ from ckptkit.formats.detect import (
 )
 from ckptkit.formats.pickles.legacy import is_legacy
 from ckptkit.formats.torch_save import TORCH_ENDINGS
+from ckptkit.formats.trainers.beside import with_files_beside
 from ckptkit.formats.trainers.steps import StepName, ordered, parse_step
 from ckptkit.storage.local import is_directory
 from ckptkit.storage.open import open_store
@@ -111,7 +111,7 @@ def find_foreign(
     if source is not None:
         advice = f"To start from them: load(state, {source.url!r}, optimizer='skip')."
         is_step = any(map(parse_step, source.url.removeprefix(top).split("/")))
-        if _has(source.catalog, Role.MODEL) and (is_step or source.catalog.info.format not in _WEIGHTS):
+        if source.catalog.has(Role.MODEL) and (is_step or source.catalog.info.format not in _WEIGHTS):
             raise CheckpointMismatchError(f"{source.url} has weights but no optimizer. {advice} {_ANEW}")
     _refuse_unread(url, root, inventory, lost_steps, storage_options)
     if source is not None:
@@ -139,7 +139,7 @@ def _first_readable(places: Sequence[str], storage_options: Mapping[str, Any] | 
 def _is_trained(source: Source) -> bool:
     """Return whether the checkpoint, or another file in its directory, has an optimizer or fp32 master weights."""
     catalog = with_files_beside(source.catalog, source.store)
-    return _has(catalog, Role.OPTIMIZER) or _has(catalog, Role.MASTER)
+    return catalog.has(Role.OPTIMIZER) or catalog.has(Role.MASTER)
 
 
 def _with_newer(chosen: Source, top: str, storage_options: Mapping[str, Any] | None) -> Source:
@@ -334,7 +334,7 @@ def _may_be_state(url: str, place: Candidate, name: str, storage_options: Mappin
         is_of_torch = start[:2] == b"PK" or is_legacy(start)
         if not usual and not is_of_torch:
             return False
-        return _has(open_source(url, storage_options=storage_options).catalog, Role.OPTIMIZER)
+        return open_source(url, storage_options=storage_options).catalog.has(Role.OPTIMIZER)
     except (UnsafePathError, FileNotFoundError):  # a symlink to a file outside the directory
         return usual
     except UnsafePickleError:
@@ -368,9 +368,3 @@ def refuse_lost_step(where: str, place: Candidate) -> None:
 
 def _children(place: Candidate) -> Iterator[Candidate]:
     return (Candidate(place.store.child(name)) for name in place.directories[:_MAX_LOOKS])
-
-
-def _has(catalog: Catalog, role: Role) -> bool:
-    # Look at objects, too: an optimizer without momentum has only settings, and these are objects.
-    tensors, objects = catalog.tensors.values(), catalog.objects.values()
-    return any(entry.role is role for entry in tensors) or any(entry.role is role for entry in objects)

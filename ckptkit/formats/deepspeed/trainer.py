@@ -77,5 +77,5 @@ def open_catalog(store: Store, *, options: ReadOptions = DEFAULTS) -> Catalog:
         if has_weights:
             masters = {name: entry for name, entry in state.tensors.items() if entry.role is not Role.MODEL}
             state = Catalog(masters, state.objects, state.info)
-        parts.append(numbered(state, index) if index else state)
+        parts.append(numbered(state, index))
     return assembled(store, parts, find_side_files(store).described_in(info), state_files(files))

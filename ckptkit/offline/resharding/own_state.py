@@ -42,10 +42,10 @@ from ckptkit.formats.training_state import (
     TrainingState,
     extra_keys,
     loadable,
+    possible_fqns,
     read_training_state,
     without_kind,
 )
-from ckptkit.keymaps.wrappers import strip_infixes
 from ckptkit.offline.copying.plan import ComputedTensor, OutputTensor
 from ckptkit.units import counted
 
@@ -82,7 +82,14 @@ def _add_trees(
     known = {entry.fqn for entry in catalog.tensors.values() if entry.fqn}
     module = str(catalog.info.extra.get("module_prefix", ""))
     for prefix, section in sections.items():
-        fqn_of = partial(_fqn_of, named=names[prefix], known=known, prefixes=(prefix_of_optimizer(prefix), module))
+        front, named = prefix_of_optimizer(prefix), names[prefix]
+
+        def fqn_of(param: Any, front: str = front, named: Mapping[str, str] = named) -> str | None:
+            """Return the FQN of a saved name or number, or None if the model has no such parameter."""
+            name = named.get(str(param), param)
+            options = possible_fqns(name, front, module) if isinstance(name, str) else ()
+            return next((fqn for fqn in options if fqn in known), None)
+
         _add_optimizer(found, saved.optimizers[prefix], prefix, section, fqn_of)
         _add_missing_notes(found, saved.optimizers[prefix], section, {*names[prefix].values()})
     for random in saved.random.values():
@@ -131,23 +138,6 @@ def _sections_of(kind: str, keys: Collection[str]) -> dict[str, str]:
 
 
 # --- optimizers
-
-
-def _fqn_of(param: Any, *, named: Mapping[str, str], known: Collection[str], prefixes: tuple[str, str]) -> str | None:
-    """Return the FQN of a parameter, given its saved name or number. Returns None if the model has no such parameter.
-
-    Args:
-        prefixes: A prefix that only the catalog's names have, such as "model_1.", and a prefix that only the
-            optimizer's names have, such as "module.". The name is also looked up with the first prefix added, and with
-            the second prefix removed.
-    """
-    name = named.get(str(param), param)
-    if not isinstance(name, str):
-        return None
-    front, module = prefixes
-    plain = strip_infixes([name])[name]
-    candidates = (front + plain, name, plain, name.removeprefix(module), plain.removeprefix(module))
-    return next((candidate for candidate in candidates if candidate in known), None)
 
 
 def _add_optimizer(
