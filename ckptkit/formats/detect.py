@@ -82,6 +82,7 @@ class Format:
         reader: The module with `open_catalog`. It is imported only if the names match.
         names: Patterns (see `Candidate.has`). A checkpoint in this format has a name for each of them.
         confirm: Called with the reader's module if names alone do not prove the format.
+        label: The format's name in errors that list all formats. "" if another row has this name, or for UNNAMED.
         path: If set, the reader opens only this file of the directory.
     """
 
@@ -89,6 +90,7 @@ class Format:
     reader: str
     names: tuple[str, ...] = ()
     confirm: Callable[[Any, Candidate], bool] | None = None
+    label: str = ""
     path: str = ""
 
     def fits(self, place: Candidate) -> bool:
@@ -116,28 +118,29 @@ def reader(module: str) -> Any:
 
 # The first format that fits is used. Formats that add files to a DCP checkpoint precede DCP.
 FORMATS: tuple[Format, ...] = (
-    Format("ckptkit", "own.reader", (r"checkpoint\.json",)),
+    Format("ckptkit", "own.reader", (r"checkpoint\.json",), label="ckptkit"),
     Format("ckptkit", "own.reader", (r"manifest\.safetensors",), lambda own, place: own.is_of_a_save(place.store)),
     Format("deepspeed-universal", "deepspeed.universal", ("zero/", r".*_(?:model|optim)_states\.pt")),
     Format("deepspeed", "deepspeed.pipeline", (r"layer_\d+(?:-model_\d+)?-model_states\.pt",)),
     Format("deepspeed", "deepspeed.zero", (r".*mp_rank_\d+_(?:model|optim)_states\.pt|layer_\d+.*_states\.pt",)),
-    Format("deepspeed", "deepspeed.trainer", (r"trainer_state\.json", "global_step.*/")),
+    Format("deepspeed", "deepspeed.trainer", (r"trainer_state\.json", "global_step.*/"), label="DeepSpeed"),
     Format("deepspeed", "deepspeed.trainer", ("latest", "pytorch_model/", ACCELERATE_FILE.pattern)),
-    Format("verl", "trainers.verl", (r"model_world_size_\d+_rank_\d+\.pt",)),
+    Format("verl", "trainers.verl", (r"model_world_size_\d+_rank_\d+\.pt",), label="verl"),
     Format("megatron", "trainers.megatron", (r"metadata\.json",), lambda it, place: it.is_megatron(place.store)),
-    Format("megatron", "trainers.megatron_ranks", (r"mp_rank_\d+(?:_\d+){0,2}/",)),
-    Format("lightning", "trainers.lightning", (r"meta\.pt", r"\.metadata")),
-    Format("lightrft", "trainers.lightrft", (r"\.metadata", r"optim_states/|client_state\.pt")),
-    Format("dcp", "dcp.reader", (r"\.metadata|__\d+\.metadata",)),
-    Format("accelerate", "trainers.accelerate", (ACCELERATE_MODEL.pattern,)),
+    Format("megatron", "trainers.megatron_ranks", (r"mp_rank_\d+(?:_\d+){0,2}/",), label="Megatron"),
+    Format("lightning", "trainers.lightning", (r"meta\.pt", r"\.metadata"), label="Lightning"),
+    Format("lightrft", "trainers.lightrft", (r"\.metadata", r"optim_states/|client_state\.pt"), label="LightRFT"),
+    Format("dcp", "dcp.reader", (r"\.metadata|__\d+\.metadata",), label="torch DCP (.metadata)"),
+    Format("accelerate", "trainers.accelerate", (ACCELERATE_MODEL.pattern,), label="accelerate"),
     Format("ckptkit-local", "own.local", (r"local_\d{5,9}\.safetensors",)),
-    Format("safetensors", "hf.safetensors", (_SAFETENSORS,)),
+    Format("safetensors", "hf.safetensors", (_SAFETENSORS,), label="Hugging Face (*.safetensors, pytorch_model*.bin)"),
     Format("torch", "torch_save", (_TORCH_WEIGHTS,)),
     Format(
         "directories",
         "trainers.directories",
         ("model/|weights/|hf_weights/|hf_adapter/",),
         lambda it, place: it.layout_of(place.store, place.directories) is not None,
+        label="NeMo, Oumi",
     ),
 )
 # Files with arbitrary names are used only if no subdirectory is a checkpoint.
@@ -192,9 +195,8 @@ _MEMBERS = ("actor", "policy", "model", "critic", "ref", "reward")
 _ASIDE = ("optim", "rng", "dataloader", "recipe_state")  # prefixes of the names of directories without a model
 _DATA = r"__\d+_\d+\.distcp|\.metadata\.tmp"
 _EXPECTED = (
-    "a checkpoint of ckptkit, torch DCP (.metadata), Hugging Face (*.safetensors, pytorch_model*.bin), DeepSpeed, "
-    "verl, accelerate, Lightning, LightRFT, Megatron, NeMo or Oumi, a torch.save file, or a directory with steps in "
-    "one of these formats"
+    f"a checkpoint of {', '.join(filter(None, (form.label for form in FORMATS)))}, a torch.save file, or a directory "
+    "with steps in one of these formats"
 )
 
 
