@@ -18,6 +18,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import replace
 
 from ckptkit.catalog.entry import Catalog, Role, TensorEntry
+from ckptkit.formats.hf.side_files import find_side_files
 from ckptkit.storage import Store
 
 _NUMBERED = re.compile(r"model_(\d+)\.(.+)")
@@ -170,7 +171,26 @@ def with_trained_weights(catalog: Catalog) -> Catalog:
 # --- side files
 
 
-def side_folders(store: Store, catalog: Catalog) -> list[str]:
+def side_file_names(store: Store, catalog: Catalog) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the paths of the checkpoint's own side files (config.json, tokenizer...), each with its name in a copy.
+
+    The checkpoint's reader lists these files (for verl, the files in `huggingface/`). In a plain DCP directory, the
+    files are next to `.metadata`.
+
+    Returns:
+        (files of the checkpoint, files of one of several models or adapters, which are in a folder with its name).
+    """
+    info = catalog.info
+    paths = info.side_files
+    if info.format == "dcp":
+        paths = paths or find_side_files(store).carried
+    folders = _side_folders(store, catalog) if info.format in ("dcp", "torch") else []
+    inner = [path for folder in folders for path in find_side_files(store, folder).carried]
+    in_folders = {path: name for name, path in info.model_files.items()} | dict(zip(inner, inner, strict=True))
+    return {path: _export_name(path) for path in paths}, in_folders
+
+
+def _side_folders(store: Store, catalog: Catalog) -> list[str]:
     """Return the directories with the side files of one of several models or adapters."""
     fqns = [entry.fqn for entry in catalog.by_role(Role.MODEL).values()]
     found = _directories(store)
@@ -184,3 +204,9 @@ def side_folders(store: Store, catalog: Catalog) -> list[str]:
 
 def _directories(store: Store, folder: str = "") -> set[str]:
     return {entry.path for entry in store.list(folder) if entry.kind == "directory"}
+
+
+def _export_name(path: str) -> str:
+    """Return a file's name in the export: the path's last component, or "additional_chat_templates/..."."""
+    marker = "additional_chat_templates/"
+    return marker + path.rpartition(marker)[2] if marker in path else path.rpartition("/")[2]

@@ -14,7 +14,7 @@ from ckptkit.catalog.entry import Catalog
 from ckptkit.errors import CheckpointNotFoundError, CorruptCheckpointError, UnsafePathError, UnsupportedFormatError
 from ckptkit.formats.hf import safetensors
 from ckptkit.formats.hf.side_files import find_side_files, is_side_file
-from ckptkit.formats.models import side_folders
+from ckptkit.formats.models import side_file_names
 from ckptkit.storage.local import is_directory
 from ckptkit.storage.open import open_store
 from ckptkit.storage.store import Store, split_url
@@ -106,25 +106,6 @@ def open_base(base: str, *, storage_options: Mapping[str, Any] | None = None) ->
             raise CheckpointNotFoundError(f"--base {base!r} is not a directory.")
         return _from_hub(base)
     return _read_directory(open_store(base, storage_options=storage_options), base)
-
-
-def side_file_names(store: Store, catalog: Catalog) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the paths of the checkpoint's own side files (config.json, tokenizer...), each with its name in a copy.
-
-    The checkpoint's reader lists these files (for verl, the files in `huggingface/`). In a plain DCP directory, the
-    files are next to `.metadata`.
-
-    Returns:
-        (files of the checkpoint, files of one of several models or adapters, which are in a folder with its name).
-    """
-    info = catalog.info
-    paths = info.side_files
-    if info.format == "dcp":
-        paths = paths or find_side_files(store).carried
-    folders = side_folders(store, catalog) if info.format in ("dcp", "torch") else []
-    inner = [path for folder in folders for path in find_side_files(store, folder).carried]
-    in_folders = {path: name for name, path in info.model_files.items()} | dict(zip(inner, inner, strict=True))
-    return {path: _export_name(path) for path in paths}, in_folders
 
 
 def beside_source(store: Store, catalog: Catalog, prefix: str | None = None) -> BaseModel:
@@ -329,12 +310,6 @@ def _adapter_config(store: Store, notes: list[str]) -> dict[str, Any] | None:
                 notes.append(f"adapter config: {place.url.rstrip('/').rpartition('/')[2]}/{folder}{name}")
                 return _json_object(data, folder + name)
     return None
-
-
-def _export_name(path: str) -> str:
-    """Return a file's name in the export: the path's last component, or "additional_chat_templates/..."."""
-    marker = "additional_chat_templates/"
-    return marker + path.rpartition(marker)[2] if marker in path else path.rpartition("/")[2]
 
 
 def _json_object(data: bytes | None, where: str) -> dict[str, Any] | None:

@@ -18,12 +18,13 @@ from ckptkit.checkpoint.state.values import decode
 from ckptkit.digests import DIGEST, crc32, digest_of
 from ckptkit.formats.dcp.records import frame_object, is_plain
 from ckptkit.formats.hf.header import TensorToWrite, lay_out
+from ckptkit.formats.models import side_file_names
 from ckptkit.formats.own.local import LocalTensor, file_metadata, file_name
 from ckptkit.formats.own.manifest import MESHES, PLACEMENTS
 from ckptkit.formats.own.reader import OBJECTS_NAME
 from ckptkit.formats.own.record import RECORD_NAME
 from ckptkit.offline.copying.plan import OutputFile, OutputTensor, Placement, Plan
-from ckptkit.offline.export.base import beside_source, read_side_files, side_file_names
+from ckptkit.offline.export.base import beside_source, read_side_files
 from ckptkit.offline.export.files import in_disk_order
 from ckptkit.offline.resharding.mesh import Cut, Cuts, RankBoxes, TargetMesh, TPPlan
 from ckptkit.offline.resharding.own_state import OwnState, OwnTensor, own_state
