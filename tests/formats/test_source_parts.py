@@ -49,6 +49,7 @@ PARAMS = [Param("a.weight", (4, 2)), Param("a.bias", (4,)), Param("b.weight", (4
 
 
 NORMS = [Param("a.norm.weight", (4,)), Param("a.scale", (4,)), Param("a.bias", (4,))]
+ALIKE = [Param("a.weight", (4,)), Param("a.bias", (4,)), Param("b.weight", (4,)), Param("b.bias", (6,))]
 LORA = [Param(f"{at}.{name}", (4, 4)) for at in "ab" for name in ("base", "lora_A.weight")]
 ALL = [(4, 2), (4,), (4, 2), (4,)]
 
@@ -69,10 +70,11 @@ def of_b(group, index, fqn):
         (PARAMS, [[(4, 2), (4,)]], {"fits": of_b}, [["b.weight", "b.bias"]]),
         (LORA, [[(4, 4), (4, 4)]], {}, [["a.lora_A.weight", "b.lora_A.weight"]]),
         (PARAMS, [[(4, 2), (4,), (4, 3), (4,)]], {}, None),
+        (ALIKE, [[(4,), (4,)], [(4,), (6,)]], {"no_decay": [False, False]}, None),
     ],
     ids=["module order", "shapes tell groups apart", "groups of equal shapes", "weight decay tells groups apart",
          "a frozen parameter", "several possible assignments", "values decide", "only adapters are trained",
-         "other shapes"],
+         "other shapes", "equal weight decay tells no groups apart"],
 )  # fmt: skip
 def test_numbered_parameters_get_the_only_names_that_shapes_and_order_allow(params, groups, options, names):
     assert assign(params, groups, **options) == names

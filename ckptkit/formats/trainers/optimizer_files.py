@@ -70,7 +70,7 @@ def read_optimizer(
         return found
     check_steps([list(value["state"].values()) for value in values], [what.format(rank=r) for r in range(len(values))])
     names = _names(values, params) if names is None else names
-    if names is None:
+    if names is None or _differ(values, names):
         of_ranks = f"the optimizer in {what.format(rank='*')}"
         unproved = "the model's names and shapes do not prove which parameter has which index."
         pieces = _has_pieces(values)
@@ -225,6 +225,18 @@ def _has_pieces(values: Sequence[Mapping[str, Any]]) -> bool:
     )
 
 
+def _differ(values: Sequence[Mapping[str, Any]], names: Mapping[Any, str]) -> bool:
+    """Return whether ranks have different plain tensors of a numbered parameter: its pieces, not replicas."""
+    seen: dict[tuple[Any, str], StoredTensor] = {}
+    for value in values:
+        for key, tensor in _flat(value["state"]):
+            if isinstance(tensor, StoredTensor) and tensor.shape not in ((), (1,)) and names.get(key[0]) != key[0]:
+                first = seen.setdefault(key, tensor)
+                if first is not tensor and (first.shape != tensor.shape or not first.same_storage(tensor)):
+                    return True
+    return False
+
+
 def _shape(values: Sequence[Mapping[str, Any]], key: Any) -> tuple[int, ...] | None:
     """Return the shape of the parameter's first state tensor that is not a scalar, or None if all are scalars."""
     for value in values:
@@ -262,23 +274,30 @@ def _read_flat(values: Mapping[int, Mapping[str, Any]], params: Sequence[Param])
             several replicas, only the ranks of one replica.
     """
     groups = next(iter(values.values()))["param_groups"]
-    indices = [index for group in groups for index in group["params"]]
-    flat = [Param(param.fqn, (math.prod(param.shape),)) for param in params]
-    shapes = [[_joined_shape(_flat_states(values, index)) for index in group["params"]] for group in groups]
-    assigned = assign(flat, shapes, [group.get("weight_decay") == 0 for group in groups])
-    by_name = {param.fqn: [param] for param in params}
-    alone = [by_name[fqn] for names in assigned or () for fqn in names]
-    for units in (alone, _blocks(params), [list(params)]):
-        if len(units) == len(indices):
-            found = _flat_entries(values, groups, dict(zip(indices, units, strict=True)))
+    numels = [[_numel(_flat_states(values, index)) for index in group["params"]] for group in groups]
+    no_decay = [group.get("weight_decay") == 0 for group in groups]
+    for units in ([[param] for param in params], _blocks(params), [list(params)]):
+        by_first = {unit[0].fqn: unit for unit in units if unit}
+        # The flat parameter of several parameters may be padded to a multiple of the number of ranks.
+        step = 1 if len(units) == len(params) else len(values)
+        sizes = [Param(fqn, (-(-_total(unit) // step),)) for fqn, unit in by_first.items()]
+        wanted = [[None if n is None else (-(-n // step),) for n in group] for group in numels]
+        assigned = assign(sizes, wanted, no_decay if step == 1 else ())
+        if assigned is not None:
+            named = {index: by_first[fqn] for index, fqn in names_by_key(groups, assigned).items()}
+            found = _flat_entries(values, groups, named)
             if found is not None:
                 return found
     return None
 
 
-def _joined_shape(states: Mapping[str, Sequence[tuple[int, StoredTensor]]]) -> tuple[int] | None:
-    """Return the shape of a state after joining the ranks' pieces, or None if there is no state."""
-    return next(((sum(tensor.numel for _, tensor in pieces),) for pieces in states.values()), None)
+def _numel(states: Mapping[str, Sequence[tuple[int, StoredTensor]]]) -> int | None:
+    """Return the number of elements of a state on all ranks, or None if there is no state."""
+    return next((sum(tensor.numel for _, tensor in pieces) for pieces in states.values()), None)
+
+
+def _total(unit: Sequence[Param]) -> int:
+    return sum(math.prod(param.shape) for param in unit)
 
 
 def _blocks(params: Sequence[Param]) -> list[list[Param]]:
@@ -312,7 +331,7 @@ def _flat_entries(
     """Return the entries if each index belongs to these parameters, or None if a size does not fit."""
     found = OptimizerState()
     for index, unit in units.items():
-        total = sum(math.prod(param.shape) for param in unit)
+        total = _total(unit)
         padded = [-(-total // len(values))] * len(values)
         states = _flat_states(values, index)
         if not states:

@@ -38,7 +38,8 @@ def assign(
         params: The model's parameters and buffers, in module order. Tied parameters are listed once. A frozen parameter
             or a buffer need not be in any group.
         groups: Shapes of each group's parameters, in index order.
-        no_decay: For each group, whether the weight decay is 0. This distinguishes groups with equal shapes.
+        no_decay: For each group, whether the weight decay is 0. This distinguishes groups with equal shapes, if only
+            some of them have weight decay.
         fits: Is called with (group, position) and a name. Returns whether the values saved at this position can belong
             to the parameter with this name.
     """
@@ -98,7 +99,7 @@ def _fitting(
         for index, shapes in enumerate(groups)
         if position[index] < len(shapes) and shapes[position[index]] in (None, param.shape)
     ]
-    if len(fitting) > 1 and len(no_decay) == len(groups):
+    if len(no_decay) == len(groups) and len({no_decay[index] for index in fitting}) == 2:
         wanted = param.fqn.lower().endswith(_NO_DECAY)
         return [index for index in fitting if no_decay[index] is wanted]
     return fitting

@@ -42,3 +42,13 @@ def test_a_latest_step_without_the_file_of_a_rank_is_refused(tmp_path, missing):
     (tmp_path / f"step_200_rank_{missing}.pt").unlink()
     with pytest.raises(IncompleteCheckpointError, match="step_200_rank_"):
         open_source(str(tmp_path))
+
+
+def test_pieces_of_a_state_are_not_taken_for_the_state_of_a_parameter_with_their_shape(tmp_path):
+    """Only "b" is trained, and each rank has a half of its moment."""
+    model = {"a": torch.ones(6), "b": torch.ones(12)}
+    for rank in range(2):
+        states = {"state": {0: {"exp_avg": torch.full((6,), float(rank))}}, "param_groups": [{"params": [0]}]}
+        torch.save({"model": model, "optimizer": states}, tmp_path / f"rank{rank}.pt")
+    (entry,) = open_source(str(tmp_path)).catalog.by_role(Role.OPTIMIZER).values()
+    assert (entry.fqn, entry.shape, len(entry.slices)) == ("b", (12,), 2)
