@@ -46,6 +46,7 @@ from ckptkit.formats.training_state import (
     read_training_state,
     without_kind,
 )
+from ckptkit.keymaps.wrappers import strip_infixes
 from ckptkit.offline.copying.plan import ComputedTensor, OutputTensor
 from ckptkit.units import counted
 
