@@ -661,6 +661,18 @@ def test_an_optimizer_with_masters_continues_from_bf16_moments(tmp_path):
     trained(state.model, state.optimizer)
 
 
+def test_the_moments_of_masters_are_cast_only_on_request_for_an_optimizer_without_masters(tmp_path):
+    source, model = low(1e-3), net().bfloat16()
+    state = TrainState(model=model, optimizer=optim.AdamW(model.parameters()), extra={"epoch": 0})
+    run = save(tmp_path, source)
+    check_misfit(run, state, r"with another dtype: base\.weight\.exp_avg \(float32 (?s:.*)convert_dtype", strict=False)
+    load(run, state, strict=False, convert_dtype=True)
+    for mine, theirs in zip(model.parameters(), source.model.parameters(), strict=True):
+        found, saved = state.optimizer.state[mine], source.optimizer.state[theirs]
+        assert bits(found["exp_avg"]) == bits(saved["exp_avg"].bfloat16())
+    trained(model, state.optimizer)
+
+
 def test_states_of_another_dtype_than_their_weight_are_not_cast(tmp_path):
     source = low(1e-3)
     model = net()

@@ -140,8 +140,7 @@ def _optimizer(load: Planning, plan: OptimizerPlan, names: Mapping[int, str]) ->
         found.add("missing", plan.key, _lacking_states(plan))
     weights = load.entries(Role.MODEL)
     _check_states(plan, weights, found)
-    if load.options.convert_dtype or plan.master_name is not None:
-        _cast_states(load, plan, {**weights, **{fqn: masters[fqn] for fqn in load.from_masters if fqn in masters}})
+    _cast_states(load, plan, weights, masters)
     return _plan_masters(plan, masters, weights, found)
 
 
@@ -329,36 +328,51 @@ def _check_states(plan: OptimizerPlan, weights: Mapping[str, TensorEntry], found
                 found.add("shapes", plan.key, [text])
 
 
-def _cast_states(load: Planning, plan: OptimizerPlan, weights: Mapping[str, TensorEntry]) -> None:
-    """Plan casts of the states that have the dtype of a saved weight which is cast, because an optimizer combines both.
+def _cast_states(
+    load: Planning, plan: OptimizerPlan, weights: Mapping[str, TensorEntry], masters: Mapping[str, TensorEntry]
+) -> None:
+    """Plan casts of the states whose dtype is that of the saved tensor that the optimizer updated.
 
-    `weights`: the tensors from which the load reads the weights, by FQN.
+    This is the fp32 master if there is one, and otherwise the weight. An optimizer combines both, so such a state gets
+    the dtype of the live state or, like in torch's `load_state_dict`, of the live parameter; if this has a master
+    weight, of the master weight. Other states keep their dtype, such as the fp32 moments of a bf16 weight without a
+    master. So do step counts.
 
-    Such a state gets the dtype of the live state or, like in torch's `load_state_dict`, of the live parameter; if this
-    has a master weight, of the master weight. Other states keep their dtype, such as the fp32 moments of a bf16 weight.
-    So do step counts.
+    Without `convert_dtype`, states are only widened, for an optimizer with masters. If the live optimizer has no
+    masters, the states of masters are mismatches: its next step would fail.
     """
     import torch
 
     if keeps_parts(plan.optimizer):
         return
+    casts: dict[tuple[str, str], torch.dtype] = {}
     for fqn, entries in plan.states.items():
-        parameter, weight = plan.parameters[fqn], weights.get(fqn)
-        if weight is None or not parameter.is_floating_point():
+        parameter, updated = plan.parameters[fqn], masters.get(fqn, weights.get(fqn))
+        if updated is None or not parameter.is_floating_point():
             continue
         has_master = plan.master_name is not None and parameter.itemsize < torch.float32.itemsize
         stepped = torch.float32 if has_master else parameter.dtype
-        if weight.dtype == dtype_name(stepped):
+        if updated.dtype == dtype_name(stepped):
             continue
         for name, entry in entries.items():
             outer = outer_name(name, load.recipes, f"{plan.key}.state.{fqn}.")
-            if name != "step" and outer == name and entry.dtype == weight.dtype:
+            if name != "step" and outer == name and entry.dtype == updated.dtype:
                 live = plan.live[fqn].get(name)
                 wanted = live.dtype if isinstance(live, torch.Tensor) else stepped
                 if dtype_name(wanted) != entry.dtype:
-                    plan.casts[fqn, name] = wanted
-    if plan.casts:
-        plan.groups.notes.append(f"{plan.key}: {len(plan.casts)} states were cast, like the weights they belong to.")
+                    casts[fqn, name] = wanted
+    if load.options.convert_dtype or plan.master_name is not None:
+        plan.casts = casts
+        notes = [f"{plan.key}: {len(casts)} states were cast, like the weights they belong to."] if casts else []
+        plan.groups.notes += notes
+        return
+    texts = [
+        f"{fqn}.{name} ({plan.states[fqn][name].dtype} in the checkpoint, like the master weight; expected "
+        f"{dtype_name(wanted)})"
+        for (fqn, name), wanted in casts.items()
+        if fqn in masters
+    ]
+    load.plan.mismatches.add("dtypes", plan.key, texts)
 
 
 def _lacking_states(plan: OptimizerPlan) -> list[str]:
