@@ -138,6 +138,7 @@ def decide(
     """
     exempt = _exempt(records, policy, protected or {})
     doomed: dict[str, str] = {}
+    kept = "no limit set" if policy.max_num is None and policy.max_mem is None else "within the limits"
     if policy.max_num is not None:
         newest = "the newest" if policy.max_num == 1 else f"the {policy.max_num} newest"
         for record in records[::-1][policy.max_num :]:
@@ -156,7 +157,7 @@ def decide(
             record.step,
             record.total_bytes,
             record.name not in doomed,
-            (doomed[record.name],) if record.name in doomed else tuple(exempt.get(record.name, ("within the limits",))),
+            (doomed[record.name],) if record.name in doomed else tuple(exempt.get(record.name, (kept,))),
         )
         for record in records
     ]

@@ -156,6 +156,11 @@ def test_the_newest_and_the_protected_are_always_kept_and_the_rest_obeys_the_lim
             assert "max_num" in policy or "max_mem" in policy
 
 
+def test_without_limits_no_checkpoint_is_called_within_them():
+    records = [record(step, 1) for step in (1, 2)]
+    assert [one.reason for one in decide(records, RetentionPolicy())] == ["no limit set", "the newest"]
+
+
 @given(runs, policies)
 def test_deciding_again_deletes_nothing(run, policy):
     records = [record(step, nbytes, created=9e8 + step * 3e4, loss=loss) for step, nbytes, loss in run]

@@ -19,7 +19,7 @@ from ckptkit.checkpoint.state.train_state import PerRank, TrainState
 from ckptkit.errors import CheckpointMismatchError, UsageError
 from tests.checkpoint import jobs, states
 from tests.checkpoint.states import different
-from tests.ranks import on_ranks
+from tests.ranks import logged, on_ranks
 
 # (world size, layout). Uneven at 3 and 4: 14, 6, 2 and 1 rows, with empty shards. Also replicas and 2-D meshes.
 PLACES = [(1, "plain"), (1, "1d"), (2, "1d"), (3, "1d"), (4, "1d"), (4, "hsdp"), (2, "tp"), (4, "tp")]
@@ -148,6 +148,14 @@ def test_per_rank_state_equal_on_all_ranks_loads_on_any_number_of_ranks(ranks, t
         assert any("dataloader: all 3 ranks saved the same state" in note and "repeated" in note for note in notes)
     for *_, notes in ranks.run(load_own, 3, str(tmp_path), {}):
         assert not any("dataloader" in note for note in notes)
+    state = TrainState(dataloader=states.Kept(0), extra={"mine": PerRank(None)})
+    state.extra["missing"] = states.Kept(0)
+    with logged() as lines:
+        with pytest.raises(CheckpointMismatchError, match="missing"):
+            states.load(str(tmp_path), state)
+        assert not lines  # a load that fails does not say that ranks continue from it
+        states.load(str(tmp_path), state, strict=False)
+    assert any("repeated" in line for line in lines)
 
 
 def test_a_per_rank_function_may_merge_the_states_of_several_ranks(ranks, tmp_path):

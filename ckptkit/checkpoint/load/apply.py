@@ -121,6 +121,8 @@ def apply_tensors(plan: LoadPlan, reading: Reading, decoded: Decoded | None, rep
         report.loaded.append("rng")
         report.notes += [f"not restored: the random state of {name}, because there is no such generator here"
                          for name in lacking]  # fmt: skip
+    for text in plan.warnings if rank == 0 else ():
+        _log.warning("%s: %s.", report.url, text)
 
 
 def _with_restored_values(module: torch.nn.Module, handed: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -100,7 +100,7 @@ def load_checkpoint(
         missing=plan.mismatches.everything("missing"),
         unexpected=plan.mismatches.everything("unexpected"),
         skipped=dict(plan.skipped),
-        notes=list(plan.notes),
+        notes=[*plan.notes, *plan.warnings],
         held=reading.held,
     )
     members, before = alike[rank], state._half

@@ -104,6 +104,7 @@ class LoadPlan:
     mismatches: Mismatches = field(default_factory=Mismatches)
     skipped: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)  # more notes, which are logged if the load succeeds
     leftovers: dict[str, JSON] = field(default_factory=dict)
     padded: list[str] = field(default_factory=list)  # the keys of tensors that a key map fills only in part
     sources: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # saved tensors of each weight; with a key map

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -19,9 +18,6 @@ from ckptkit.units import first_few
 
 if TYPE_CHECKING:
     import torch
-
-
-_log = logging.getLogger(__name__)
 
 
 def plan_objects(load: Planning) -> None:
@@ -149,9 +145,7 @@ def _per_rank(load: Planning, kind: str, key: str, item: Any) -> None:
                 "continues from it. If the state counts the samples of one rank, samples are repeated or left out; "
                 "to avoid that, pass per_rank_on_resize, a function that computes a state from the saved ones"
             )
-            load.plan.notes.append(note)
-            if load.rank == 0:
-                _log.warning("%s.", note)
+            load.plan.warnings.append(note)
     elif policy == "keep":
         load.plan.skipped[key] = f"saved at world size {len(ranks)}, now it is {load.world_size}"
     else:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -34,8 +33,6 @@ if TYPE_CHECKING:
     import torch
 
     from ckptkit.checkpoint.load.key_map import MappedWeights
-
-_log = logging.getLogger(__name__)
 
 
 def plan_load(
@@ -84,9 +81,7 @@ def plan_load(
     )
     plan.notes += [*adopted.notes, *(stacked.notes if stacked is not None else ())]
     if own.note:
-        plan.notes.append(own.note)
-        if rank == 0:
-            _log.warning("%s: %s.", store.url, own.note)
+        plan.warnings.append(own.note)
     return plan
 
 

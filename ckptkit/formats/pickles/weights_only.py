@@ -81,6 +81,9 @@ def _dumped(value: Any, read: Callable[[bytes], Any], name: str, advice: str) ->
     except MemoryError:
         raise
     except Exception as error:  # pickling runs the value's own code, which may raise anything
+        # torch's allocators raise RuntimeErrors: OutOfMemoryError on a device, and "can't allocate memory" on the CPU.
+        if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+            raise SaveError(f"{name}: not enough memory to save it: {error}") from error
         raise SaveError(
             f"{name}: a value of type {type(value).__module__}.{type(value).__qualname__} cannot be saved so that it "
             f"loads without running code.{contained} Save its plain values instead, {advice}"

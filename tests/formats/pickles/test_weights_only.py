@@ -113,13 +113,21 @@ def test_bytes_that_torch_did_not_write_raise_a_ckptkit_error(data):
 
 
 class TooLarge:
+    def __init__(self, error):
+        self.error = error
+
     def __reduce__(self):
-        raise MemoryError
+        raise self.error
 
 
-def test_a_save_that_runs_out_of_memory_does_not_blame_the_type():
-    with pytest.raises(MemoryError):
-        dump_object(TooLarge(), name="x", advice="or else")
+@pytest.mark.parametrize(("error", "said"), [
+    (MemoryError("no room"), "no room"),
+    (torch.OutOfMemoryError("CUDA out of memory"), "x: not enough memory to save it: CUDA out"),
+    (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "x: not enough memory to save it: Default"),
+])  # fmt: skip
+def test_a_save_that_runs_out_of_memory_does_not_blame_the_type(error, said):
+    with pytest.raises((MemoryError, SaveError), match=said):
+        dump_object(TooLarge(error), name="x", advice="or else")
 
 
 class Outer:
