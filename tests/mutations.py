@@ -74,7 +74,7 @@ MUTATIONS = (
              "if look is None or time.monotonic() - started >= _LOOK_S:", "if False:",
              "tests/checkpoint/run/test_commit.py tests/checkpoint/run/test_hold.py"),
     Mutation("all saves have the same sequence", COMMIT,
-             "max(self._inventory.next_sequence, 1 + lease.sequence)", "1",
+             '"sequence": newest + 1', '"sequence": 1',
              "tests/checkpoint/run/test_commit.py tests/checkpoint/run/test_inventory.py "
              "tests/checkpoint/test_manager.py"),
     Mutation("files are not synced", ATTEMPT,

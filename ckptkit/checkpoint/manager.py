@@ -446,7 +446,7 @@ class CheckpointManager:
         self._check_open()
 
         def records() -> Sequence[CommitRecord]:
-            return [item.record.without_files() for item in list_checkpoints(self._root).committed]
+            return [dataclasses.replace(item.record, files={}) for item in list_checkpoints(self._root).committed]
 
         return list(self._coordinator.decide(records, "listing checkpoints"))
 

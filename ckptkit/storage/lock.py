@@ -18,7 +18,7 @@ from typing import Any
 from ckptkit.errors import LeaseHeldError, SaveError, StorageError, UnsafePathError
 from ckptkit.storage.listing import snapshot
 from ckptkit.storage.local import is_directory
-from ckptkit.storage.owner import Owner, owner_in, owner_json, read_json, this_process
+from ckptkit.storage.owner import Owner, owner_in, owner_json, place_of, read_json, this_process
 from ckptkit.storage.pool import start_or_do_without
 from ckptkit.storage.retry import BRIEF_S, Patience, patient, timeout_s
 from ckptkit.storage.staging import new_nonce
@@ -67,7 +67,7 @@ class Lease:
             old: Lease files of earlier generations. `tidy` deletes them.
         """
         self.root = root
-        self.nonce = state.nonce
+        self.path, self.nonce = state.path, state.nonce
         self.inventory: Any = None  # an Inventory, which can't be imported here (circular import)
         """The inventory of an object store after the last save under this lease; None if unknown.
 
@@ -81,7 +81,7 @@ class Lease:
         self._renewed = since
         self._old = list(old)
         self._spare = True  # whether the file already lists an id for the next attempt
-        self._identity = _identity(root)
+        self._inode = (place_of(root) or [])[1:]  # [] on an object store
         self.turn = threading.Lock()  # held during a save, so that this process's saves take turns
         self._lock = threading.Lock()
         self._stop = threading.Event()
@@ -93,11 +93,6 @@ class Lease:
         start_or_do_without(thread)
         weakref.finalize(self, self._stop.set).atexit = False  # at exit, `release` must come first
 
-    @property
-    def path(self) -> str:
-        """Path of the lease's file, relative to the root."""
-        return self._state.path
-
     def is_surely_ours(self) -> bool:
         """Return True if no other job can have taken the lease, because it was renewed a moment ago. Makes no request.
 
@@ -106,17 +101,6 @@ class Lease:
         root = self.root
         one_owner = root.asking_costs and root.has_conditional_writes is True
         return one_owner and not self._stop.is_set() and _now() - self._renewed < TTL_S / 3
-
-    def make_sure(self) -> None:
-        """Call `check`, unless `is_surely_ours` returns True."""
-        if not self.is_surely_ours():
-            self.check()
-
-    def try_conditional(self) -> None:
-        """Find out whether the store has conditional writes, by a conditional write to the lease's file."""
-        with self._lock:
-            if not self._stop.is_set():
-                self.root.try_conditional(self._state.path, self._state.to_json(self.root))
 
     def new_attempt(self) -> str:
         """Return the id of a new save attempt. It is in the lease's file before this method returns."""
@@ -145,8 +129,16 @@ class Lease:
                 self._write(self._state)
                 self._spare = True
 
-    def tidy(self) -> None:
-        """Delete lease files of earlier generations, and incomplete files of killed processes."""
+    def finish(self) -> None:
+        """Do what acquiring the lease need not wait for.
+
+        Find out whether the store has conditional writes, by one to the lease's file. Delete lease files of earlier
+        generations, and incomplete files of killed processes.
+        """
+        if self.root.has_conditional_writes is None:
+            with self._lock:
+                if not self._stop.is_set():
+                    self.root.try_conditional(self.path, self._state.to_json(self.root))
         old, self._old = self._old, []
         with contextlib.suppress(OSError):
             self.root.delete(old)
@@ -154,8 +146,10 @@ class Lease:
     def check(self, *, view: Store | None = None) -> None:
         """Raise SaveError if the lease is lost, because the root no longer exists or another job took the lease.
 
-        `view` is a snapshot of the root that was just taken.
+        Makes no request if `is_surely_ours` returns True. `view` is a snapshot of the root that was just taken.
         """
+        if view is None and self.is_surely_ours():
+            return
         newest = _newest(view or snapshot(self.root, STATE_DIRECTORY)) or self._put_back()
         if newest is None:
             raise SaveError(
@@ -183,12 +177,12 @@ class Lease:
         Returns None if the root is no longer the same directory, or if the lease was released.
         """
         with self._lock:
-            if self._stop.is_set() or self._identity is None or _identity(self.root) != self._identity:
+            if self._stop.is_set() or not self._inode or (place_of(self.root) or [])[1:] != self._inode:
                 return None
             logger.warning("the lease of %s was deleted; it is written again", self.root.url)
             root = self.root.existing()
             with contextlib.suppress(FileExistsError, FileNotFoundError):
-                root.write(self._state.path, self._state.to_json(root), sync=False)
+                root.write(self.path, self._state.to_json(root), sync=False)
         return _newest(self.root)
 
     def renew(self) -> None:
@@ -223,15 +217,6 @@ class Lease:
         store.write(name, state.to_json(self.root), overwrite=True, sync=False)
 
 
-def _identity(root: Store) -> tuple[int, int] | None:
-    """Return the root's device and inode. None if it does not exist or is on an object store."""
-    if is_directory(root):
-        with contextlib.suppress(OSError):
-            found = os.stat(root.url)
-            return found.st_dev, found.st_ino
-    return None
-
-
 def _beat(reference: weakref.ref[Lease], stop: threading.Event, seconds: float) -> None:
     while not stop.wait(seconds):
         lease = reference()
@@ -253,8 +238,7 @@ def acquire_lease(root: Store, *, look: Callable[[], Store] | None = None) -> Le
     call waits up to TTL_S for a heartbeat.
 
     Args:
-        look: A function that returns a new snapshot of `root`. A caller that passes it must call `try_conditional` and
-            `tidy` later.
+        look: A function that returns a new snapshot of `root`. A caller that passes it must call `Lease.finish` later.
 
     Raises:
         LeaseHeldError: The owner is alive. The message names the owner.
@@ -289,8 +273,7 @@ def acquire_lease(root: Store, *, look: Callable[[], Store] | None = None) -> Le
         old += [i.path for i in view.list(STATE_DIRECTORY) if i.path.endswith(".part") or "/clock-" in i.path]
         lease = Lease(root, state, since=since, old=old)
         if look is None:
-            lease.try_conditional()
-            lease.tidy()
+            lease.finish()
         return lease
     raise LeaseHeldError(f"{root.url}: the lease keeps changing hands. Too many jobs want to write here.")
 

@@ -65,7 +65,7 @@ def this_process() -> Owner:
 def owner_json(store: Store, owner: Owner | None = None) -> dict[str, Any]:
     """Return a JSON object that describes an owner (default: this process) and the directory of `store`."""
     own = owner or this_process()
-    place = _place(store)
+    place = place_of(store)
     return {"host": own.host, "pid": own.pid, "started": own.started, "machine": own.machine, "place": place}
 
 
@@ -77,7 +77,7 @@ def owner_in(store: Store, body: Any) -> Owner | None:
     if not (isinstance(host, str) and type(pid) is int and isinstance(started, str) and isinstance(machine, str)):
         return None
     owner = Owner(host[:256], pid, started, machine)
-    written, here = body.get("place"), _place(store)
+    written, here = body.get("place"), place_of(store)
     if here is None or not isinstance(written, list) or len(written) != len(here):
         return owner
     path_differs, inode_differs = written[0] != here[0], written[1:] != here[1:]
@@ -88,7 +88,7 @@ def owner_in(store: Store, body: Any) -> Owner | None:
     return replace(owner, copied=True if path_differs else None) if inode_differs else owner
 
 
-def _place(store: Store) -> list[Any] | None:
+def place_of(store: Store) -> list[Any] | None:
     """Return values that differ between a directory and its copies: path, device and inode, or bucket and key."""
     if not is_directory(store):
         return [store.url.partition("://")[2].strip("/")]

@@ -111,7 +111,6 @@ def test_uploads_of_a_dead_save_are_listed_as_abandoned_and_removed_by_the_next(
 def test_one_of_two_writers_of_a_step_wins_and_the_other_leaves_nothing(root):
     places = [RemotePlace(root, "step_00000007", nonce * 16) for nonce in "ab"]
     for place in places:
-        place.open()
         place.store.write("__0_0.distcp", b"1")
     wins: list[str] = []
 

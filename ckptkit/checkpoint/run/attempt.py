@@ -65,10 +65,6 @@ class LocalPlace:
         self._left = self.path
         """The directory that `close` deletes."""
 
-    def open(self) -> None:
-        """Create the location, and record its owner."""
-        publish.open_staging(self.root, self.name, self.save_id, leased=True)
-
     def look(self) -> None:
         """Raise SaveError unless this rank sees the location that rank 0 created."""
         _check_owner(self.root, staging.owner_path(self.path), self.save_id)
@@ -184,9 +180,6 @@ class RemotePlace:
         self._published = False
         self._may_appear = False  # whether a failed upload of the record may still take effect
         self._tried = False
-
-    def open(self) -> None:
-        """Do nothing, because object stores have no directories to create."""
 
     def look(self) -> None:
         # Checking once per lease is enough, because a key prefix, unlike a directory, cannot be moved or unmounted.

@@ -62,6 +62,7 @@ from ckptkit.storage.local import UNFINISHED, is_directory
 from ckptkit.storage.lock import Lease, acquire_lease, store_clock
 from ckptkit.storage.owner import this_process
 from ckptkit.storage.pool import WorkerPool
+from ckptkit.storage.publish import open_staging
 from ckptkit.storage.staging import is_abandoned, leftover_of, new_nonce, owner_path, staging_name
 from ckptkit.storage.store import Store
 from ckptkit.units import format_size
@@ -338,7 +339,8 @@ class SaveAttempt:
         _check_space(root, [request[3] for request in requests], saved=len(self._inventory.committed))
         # Invariant: if there is too little space, the save fails before it writes anything.
         self._is_open = True
-        self.place.open()
+        if is_directory(root):
+            open_staging(root.existing(), self.name, self.save_id, leased=True)
         return self.save_id, Witness(lease.path, lease.nonce)
 
     def _list_run(self, lease: Lease, view: Store | None) -> None:
@@ -350,8 +352,7 @@ class SaveAttempt:
             # On an object store, a single listing serves all checks.
             view = snapshot(self.root)
             lease.check(view=view)
-        lease.try_conditional()
-        lease.tidy()
+        lease.finish()
         # Invariant: no other attempt is running here. Remove what dead attempts left first, to free space.
         inventory = list_checkpoints(self.root, view=view)
         half_replaced = any(item.path != item.name for item in inventory.committed)
@@ -471,9 +472,9 @@ class SaveAttempt:
                 files[path] = item
         own, of_ranks = dict(reports[0][0]), files.keys() - reports[0][0].keys()
         # On an object store, while the index is written, check that this job still holds the lease.
-        started, looking = time.monotonic(), self.root.asking_costs and not lease.is_surely_ours()
+        started = time.monotonic()
         with WorkerPool(1, thread_name_prefix="ckptkit-look") as pool:
-            look = pool.submit(lease.check) if looking else None
+            look = pool.submit(lease.check) if self.root.asking_costs else None
             # `complete` may also return other ranks' files, which those ranks have already checked.
             found = complete([payload for _, payload in reports])
             own |= {path: item for path, item in found.items() if path not in of_ranks}
@@ -485,18 +486,20 @@ class SaveAttempt:
                 look.result()
         # Invariant: a writer that has lost the lease does not commit, because its files may have been deleted.
         if look is None or time.monotonic() - started >= _LOOK_S:
-            lease.make_sure()
+            lease.check()
+        # The inventory may lack this writer's last save.
+        newest = max((lease.sequence, *(item.record.sequence for item in self._inventory.committed)))
+        writer = this_process()
         record = CommitRecord(
             **{
                 "created": time.time(),
                 "world_size": self.coordinator.world_size,
-                "writer": {"host": this_process().host, "pid": this_process().pid},
+                "writer": {"host": writer.host, "pid": writer.pid},
                 **record_fields,
                 "step": self.step,
                 "tag": self.tag,
                 "save_id": self.save_id,
-                # The inventory may lack this writer's last save.
-                "sequence": max(self._inventory.next_sequence, 1 + lease.sequence),
+                "sequence": newest + 1,
                 "data": place.data,
                 "files": files,
             }
@@ -505,13 +508,14 @@ class SaveAttempt:
         # 6. and 7.: the commit. Invariant: when `save` returns, the checkpoint survives a power failure.
         data = record.to_json()
         known = CommitRecord.from_json(data, file=f"{self.name}/{RECORD_NAME}")  # the record as a reader gets it
-        place.publish(data, overwrite=self._overwrite, again=lease.make_sure)
+        place.publish(data, overwrite=self._overwrite, again=lease.check)
         lease.sequence = record.sequence
         self._record = known
-        slim = known.without_files()  # saves memory: the inventory is kept until the next save
+        slim = replace(known, files={})  # saves memory: the inventory is kept until the next save
         others = [(item.path, item.record) for item in self._inventory.committed if item.name != self.name]
-        committed = [Committed(path, record.without_files()) for path, record in others]
-        self.after = replace(self._inventory, committed=in_order([*committed, Committed(self.name, slim)]))
+        committed = [Committed(path, replace(record, files={})) for path, record in others]
+        ordered, _ = in_order([*committed, Committed(self.name, slim)])
+        self.after = replace(self._inventory, committed=tuple(ordered))
         return slim
 
     def close(self) -> None:

@@ -126,11 +126,6 @@ class Inventory:
         newest = max(found, default=-1)
         return found[newest] if newest > last else None
 
-    @property
-    def next_sequence(self) -> int:
-        """The next save's sequence number."""
-        return 1 + max((item.record.sequence for item in self.committed), default=0)
-
     def find(self, name: str) -> Committed | None:
         """Return the committed checkpoint called `name`, or None."""
         return next((item for item in self.committed if item.name == name), None)
@@ -188,7 +183,7 @@ def _list_once(root: Store, view: Store) -> tuple[Inventory, list[str]]:
         looks, found_inside = _look_remotely(root, view, candidates)
         for kind, entry in found_inside:
             lists[kind].append(entry)
-    committed, replaced = _order([look for look in looks if isinstance(look, Committed)])
+    committed, replaced = in_order([look for look in looks if isinstance(look, Committed)])
     explained = {attempt.name for attempt in running + abandoned if "/" in attempt.path}
     skipped = [look for look in looks if isinstance(look, Skipped) and look.path not in explained] + replaced + odd
     alone = {item.path for item in skipped}  # a directory's reason also covers the folders in it
@@ -351,12 +346,7 @@ def _is_run(store: Store) -> bool:
     return False
 
 
-def in_order(found: Sequence[Committed]) -> tuple[Committed, ...]:
-    """Sort checkpoints with distinct names in the order of their saves, with abandoned branches first."""
-    return tuple(_order(list(found))[0])
-
-
-def _order(found: list[Committed]) -> tuple[list[Committed], list[Skipped]]:
+def in_order(found: Sequence[Committed]) -> tuple[list[Committed], list[Skipped]]:
     """Return the current checkpoints in order, and separately those that a later save replaced under the same name.
 
     The order follows the saves' sequence numbers. After a rollback (a later save has a lower step), the abandoned

@@ -42,13 +42,14 @@ from ckptkit.digests import digest_of, hex_digest_of
 from ckptkit.errors import SaveError, UsageError
 from ckptkit.formats.dcp.index import RankPart, write_index
 from ckptkit.formats.dcp.subclasses import SUBCLASSES, describe
+from ckptkit.formats.own.json import check_json
 from ckptkit.formats.own.reader import OBJECTS_NAME
 from ckptkit.formats.own.record import (
     MANIFEST_NAME,
     CommitRecord,
     FileRecord,
-    check_given,
     checkpoint_name,
+    metrics_json,
 )
 from ckptkit.storage.retry import patient
 from ckptkit.units import first_few
@@ -195,7 +196,8 @@ class Saver:
                 check_state(state, "save(step, state)")
                 check_flags(overwrite=request.overwrite)
                 if self.coordinator.is_main:  # other ranks' metrics and client state are not written
-                    check_given(request.metrics or {}, request.client_state)
+                    metrics_json(request.metrics or {})
+                    check_json(request.client_state, "client_state", " Put other state into TrainState.extra.")
                     if self.objective is not None and not self.ranked:
                         self._check_ranked(request, self.objective[0])
                 overwrite = request.overwrite or checkpoint_name(request.step, request.tag) in request.given_up

@@ -153,7 +153,15 @@ class SaveIndex:
                 _, file, start, length, _, digest = row
                 where, found = part.written.paths[file], Digest(DIGEST, digest, start, length)
                 self._objects.setdefault(name, ObjectEntry(name, where, start, length, digest=found, key=path))
-            tensors.append(self._numbered(part, rank, tables)[rows["key"][:count]])
+            if part.digest not in tables:
+                if part.table is None:
+                    raise SaveError(f"rank {rank} refers to a table of keys that no lower rank has sent.")
+                keys, fields = json.loads(part.table)
+                meshes = [mesh_index(mesh, self.meshes) for mesh in fields]
+                tables[part.digest] = self._numbered(keys, meshes, rank), meshes
+            common, meshes = tables[part.digest]
+            numbers = np.append(common, self._numbered(part.private, meshes, rank))
+            tensors.append(numbers[rows["key"][:count]])
             slices.append(rows[:count])
             first_paths.append(len(self.paths))
             self.paths += part.written.paths
@@ -165,6 +173,8 @@ class SaveIndex:
         self._rows, self._ranks = joined[order], np.repeat(np.arange(len(parts), dtype=np.int32), counts)[order]
         self.boxes = self._boxes_of(owners, order, np.concatenate([part.boxes for part in parts]))
         self._drop_replicas()
+        paths = {key.name: key.path for key in self._keys.values()}
+        self._key_paths = paths | {name: found.key for name, found in self._objects.items()}
 
     def _boxes_of(self, owners: Int64, order: Int64, numbers: Int64) -> BoxTable:
         """Return the boxes in the given order. `numbers` contains the offsets and sizes of each box."""
@@ -176,32 +186,20 @@ class SaveIndex:
         stops = np.cumsum(np.bincount(owners, minlength=len(widths)), dtype=np.int64)
         return BoxTable(widths, stops, numbers[offsets], numbers[offsets + np.repeat(ndims, ndims)])
 
-    def _numbered(self, part: RankPart, rank: int, tables: dict[bytes, tuple[Int64, list[int]]]) -> Int64:
+    def _numbered(self, keys: Sequence[PlannedKey], meshes: Sequence[int], rank: int) -> Int64:
         """Return the number of each key of a rank. Adds new keys to the index."""
-        if part.digest not in tables:
-            if part.table is None:
-                raise SaveError(f"rank {rank} refers to a table of keys that no lower rank has sent.")
-            keys, fields = json.loads(part.table)
-            meshes = [mesh_index(mesh, self.meshes) for mesh in fields]
-            numbers = [self._add(PlannedKey(*key), meshes, rank) for key in keys]
-            tables[part.digest] = np.array(numbers, np.int64), meshes
-        shared, meshes = tables[part.digest]
-        return np.append(shared, np.array([self._add(key, meshes, rank) for key in part.private], np.int64))
-
-    def _add(self, key: PlannedKey, meshes: Sequence[int], rank: int) -> int:
-        """Return the index of the tensor with the key `key` of a rank. Adds the tensor if it is new."""
-        name, dtype, shape, path, placed = key
-        known = self._keys.get(name)
-        if known is None:
-            placement = None if placed is None else (meshes[placed[0]], tuple(placed[1]))
-            self._keys[name] = PlannedKey(name, dtype, tuple(shape), tuple(path), placement)
-            self._numbers[name] = len(self._numbers)
-        elif (known.dtype, known.shape) != (dtype, tuple(shape)):
-            raise SaveError(
-                f"{name}: rank {rank} has {dtype} of shape {list(shape)}, a lower rank has {known.dtype} of shape "
-                f"{list(known.shape)}. A name must refer to the same tensor on all ranks."
-            )
-        return self._numbers[name]
+        for name, dtype, shape, path, placed in keys:
+            known = self._keys.get(name)
+            if known is None:
+                placement = None if placed is None else (meshes[placed[0]], tuple(placed[1]))
+                self._keys[name] = PlannedKey(name, dtype, tuple(shape), tuple(path), placement)
+                self._numbers[name] = len(self._numbers)
+            elif (known.dtype, known.shape) != (dtype, tuple(shape)):
+                raise SaveError(
+                    f"{name}: rank {rank} has {dtype} of shape {list(shape)}, a lower rank has {known.dtype} of shape "
+                    f"{list(known.shape)}. A name must refer to the same tensor on all ranks."
+                )
+        return np.array([self._numbers[key[0]] for key in keys], np.int64)
 
     def _drop_replicas(self) -> None:
         """Drop all but the lowest rank's slice of each region, and check that each tensor is covered.
@@ -260,18 +258,14 @@ class SaveIndex:
             columns = (places[name][rows] for name in ("file", "start", "length"))
             tensors.append(RecordColumns(key.name, key.dtype, key.shape, offsets, sizes, *columns))
         objects = {name: (found.path, found.start, found.nbytes) for name, found in self._objects.items()}
-        return MetadataPickle(tensors, self.paths, objects, self._key_paths(), checkpoint_id, save_id).chunks()
-
-    def _key_paths(self) -> dict[str, Path]:
-        paths = {key.name: key.path for key in self._keys.values()}
-        return paths | {name: found.key for name, found in self._objects.items()}
+        return MetadataPickle(tensors, self.paths, objects, self._key_paths, checkpoint_id, save_id).chunks()
 
     def manifest(self, save_id: str, extra: Mapping[str, Any], kind: str) -> Manifest:
         """Return the manifest. `self.files` must list all of the checkpoint's files except the manifest itself."""
         keys = list(self._keys.values())
         distinct: dict[tuple[int, tuple[str, ...]], int] = {}
         chosen = [-1 if k.placement is None else distinct.setdefault(k.placement, len(distinct)) for k in keys]
-        paths = self._key_paths()
+        paths = self._key_paths
         if kind != "dcp":  # the names that ckptkit chooses contain the role, the FQN and the optimizer state
             role = {name: role_of(name, path) for name, path in paths.items()}
         else:

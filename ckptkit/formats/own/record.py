@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import re
@@ -175,10 +174,6 @@ class CommitRecord:
         """The name of the checkpoint's directory within its run."""
         return self.tag if self.tag is not None else step_name(self.step)
 
-    def without_files(self) -> CommitRecord:
-        """Return the record without its list of files, which grows with the number of ranks."""
-        return dataclasses.replace(self, files={})
-
     def to_json(self) -> bytes:
         """Return the bytes of `checkpoint.json`. Raises UsageError if a field is not JSON.
 
@@ -198,7 +193,7 @@ class CommitRecord:
             "mesh": None if self.mesh is None else dict(self.mesh),
             "manifest": self.manifest,
             "total_bytes": self.total_bytes,
-            "metrics": _metrics_json(self.metrics),
+            "metrics": metrics_json(self.metrics),
             "objective": None if self.objective is None else list(self.objective),
             "client_state": self.client_state,
             "writer": dict(self.writer),
@@ -333,19 +328,10 @@ def _self_digest(body: Mapping[str, Any]) -> str:
     return f"{DIGEST}:{hex_digest_of(canonical.encode())}"
 
 
-def check_given(metrics: Mapping[str, Any], client_state: Any) -> None:
-    """Check the values that the caller passed for a commit record, before anything is written.
-
-    Raises:
-        UsageError: A metric is not a number, or a value in `client_state` is not JSON. The message names the value.
-    """
+def metrics_json(metrics: Mapping[str, Any]) -> dict[str, float | str]:
+    """Return metrics as a commit record stores them. Raises UsageError if a metric is not a number."""
     if not isinstance(metrics, Mapping):
         raise wrong("metrics", metrics, "a dict of names and numbers, such as {'val_loss': 1.5}")
-    _metrics_json(metrics)
-    check_json(client_state, "client_state", " Put other state into TrainState.extra.")
-
-
-def _metrics_json(metrics: Mapping[str, Any]) -> dict[str, float | str]:
     check_json(dict.fromkeys(metrics), "metrics")
     found: dict[str, float | str] = {}
     for name, value in metrics.items():
