@@ -383,9 +383,6 @@ class LocalStore(Store):
         if sync:
             self.sync_directory(folder)
 
-    def claim(self, path: str, data: bytes, *, looked: bool) -> None:
-        self.write(path, data, sync=False)
-
     def rename(self, source: str, target: str) -> None:
         """Rename a file or a directory. Raises FileExistsError if `target` exists."""
         old, new = self._to_change(source), self._to_change(target)

@@ -262,8 +262,10 @@ def acquire_lease(root: Store, *, look: Callable[[], Store] | None = None) -> Le
                     root.make_directory(STATE_DIRECTORY)
                 except FileExistsError:
                     check_state_directory(root)
-            # Put-if-absent: exactly one of several contenders wins.
-            root.claim(state.path, state.to_json(root), looked=since - started < _FRESH_S)
+            # Put-if-absent: exactly one of several contenders wins. Without conditional writes, look again whether the
+            # name is free, if that was seen too long ago. Not synced, because a power cut ends this process, too.
+            look_again = root.has_conditional_writes is False and since - started >= _FRESH_S
+            (root if look_again else root.with_free_names()).write(state.path, state.to_json(root), sync=False)
         except FileExistsError:
             continue
         except PermissionError as error:

@@ -276,14 +276,6 @@ class RemoteStore(Store):
         source, full = self._full(path), target._full(name)
         self._call(path, lambda: self._api.copy(source, full))
 
-    def claim(self, path: str, data: bytes, *, looked: bool) -> None:
-        # Don't test for conditional writes here: the caller does so next, with `try_conditional`.
-        if self.has_conditional_writes is False and not looked:
-            self.write(path, data)
-        else:
-            full = self._full(path)
-            self._note(full, self._put(path, full, data), data)
-
     def try_conditional(self, path: str, data: bytes) -> None:
         if self._knows_conditional() is not None:
             return

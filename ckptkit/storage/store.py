@@ -130,18 +130,6 @@ class Store(Protocol):
         """Test whether the store has conditional writes, if unknown. The file must exist and contain `data`."""
         return
 
-    def claim(self, path: str, data: bytes, *, looked: bool) -> None:
-        """Create a file that several writers may try to create at once. Only the first one should succeed.
-
-        The file is not synced: a power cut ends the writer, too.
-
-        Args:
-            looked: Whether the caller has just seen that the path is free.
-
-        Raises:
-            FileExistsError: Another writer was first. Some stores can't tell.
-        """
-
     def settle(self) -> None:
         """Wait for all writes. If a write failed, raise the first error."""
         return

@@ -114,7 +114,7 @@ def test_a_load_has_few_of_our_frames_above_each_read_and_calls_few_functions(tm
         with Entered("preadv") as found:
             manager.load(loaded, atomic=atomic)
     assert found.stacks and max(map(len, found.stacks)) <= 8, found.stacks
-    assert atomic or len(found.functions) <= 258, len(found.functions)
+    assert atomic or len(found.functions) <= 256, len(found.functions)
 
 
 class Messages:

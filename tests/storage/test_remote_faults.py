@@ -277,7 +277,7 @@ def test_missing_conditional_writes_are_detected_and_warned_about_once(tmp_path,
 
 def test_an_outage_during_detection_does_not_mean_missing_conditional_writes(store, proxy, impatient):
     store._connection.conditional.clear()
-    store.claim("lease", b"1", looked=False)
+    store.with_free_names().write("lease", b"1")
     proxy.rule = only("503", lambda method, path: method == "PUT")
     store.try_conditional("lease", b"1")
     assert store.has_conditional_writes is None

@@ -14,7 +14,7 @@ from ckptkit.checkpoint.state.model_tensors import canonical_modules
 from ckptkit.checkpoint.state.optimizer.equal import same_tensors
 from ckptkit.checkpoint.state.optimizer.layout import fill_from_whole
 from ckptkit.checkpoint.state.optimizer.restore import apply_state
-from ckptkit.checkpoint.state.rng import check_rng, reseed, restore_rng, shared_stream
+from ckptkit.checkpoint.state.rng import reseed, restore_rng, rng_settings, shared_stream
 from ckptkit.checkpoint.state.train_state import PerRank, TrainState, is_stateful
 from ckptkit.checkpoint.state.values import JSON, decode, references
 from ckptkit.checkpoint.state.views import memories, separated
@@ -67,7 +67,7 @@ def decode_plan(plan: LoadPlan, tensor: Callable[[str], Any], *, rank: int, worl
     rng = None
     if plan.rng is not None:
         rng = named("rng", plan.rng)
-        check_rng(rng)
+        rng_settings(rng)  # raises if a state is invalid
     optimizers = []
     for one in plan.optimizers:
         values = {

@@ -76,28 +76,26 @@ def capture_rng() -> dict[str, Any]:
     return state
 
 
-def check_rng(state: Any) -> None:
-    """Raise unless `restore_rng` would accept every part of `state`. Changes no generator."""
-    _settings(state)
-
-
 def restore_rng(state: Mapping[str, Any]) -> list[str]:
     """Set every generator in `state`. Return the names of generators that this process lacks.
 
     Raises:
         CorruptCheckpointError: A saved state is invalid. No generator was changed.
     """
-    settings = _settings(state)
+    settings = rng_settings(state)
     for setting in settings.values():
         if setting is not None:
             setting()
     return [name for name, setting in settings.items() if setting is None]
 
 
-def _settings(state: Any) -> dict[str, Callable[[], None] | None]:
+def rng_settings(state: Any) -> dict[str, Callable[[], None] | None]:
     """Return functions that set the generators, by name; None for a generator that this process lacks.
 
     Each state is first tested on a temporary generator.
+
+    Raises:
+        CorruptCheckpointError: A saved state is invalid.
     """
     makers: dict[str, Callable[[Any], Callable[[], None] | None]]
     makers = {"python": _python, "torch": _torch, "numpy": _numpy, "cuda": _cuda}

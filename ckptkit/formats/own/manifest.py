@@ -500,6 +500,7 @@ class Entries(Mapping[str, TensorEntry]):
         rows = slice(start, stop)
         boxes = slice(at, at + (stop - start) * ndim)
         digests = slices.digests
+        strided = self._strided[bisect.bisect_left(self._strided, start) : bisect.bisect_left(self._strided, stop)]
         array = SliceArray(
             self.manifest.paths,
             slices.files[rows],
@@ -510,15 +511,11 @@ class Entries(Mapping[str, TensorEntry]):
             ranks=slices.ranks[rows],
             algorithm=None if digests is None else DIGEST,
             digests=None if digests is None else digests[rows],
-            strides=self._strides(start, stop),
+            strides={row - start: slices.strides[row] for row in strided},
         )
         return TensorEntry(
             name, tensors.dtypes[i], shape, array, tensors.roles[i], tensors.fqns[i], tensors.states[i], tensors.keys[i]
         )
-
-    def _strides(self, start: int, stop: int) -> dict[int, tuple[int, ...]]:
-        rows = self._strided[bisect.bisect_left(self._strided, start) : bisect.bisect_left(self._strided, stop)]
-        return {row - start: self.manifest.slices.strides[row] for row in rows}
 
 
 # --- from a catalog to columns, and from columns to the arrays to pack
