@@ -44,7 +44,6 @@ T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
-_SHARD_SIZE = "5GB"
 SAVE_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 _HARMLESS = (signal.SIGUSR1, signal.SIGUSR2)
 _watches: weakref.WeakSet[SignalWatch] = weakref.WeakSet()
@@ -162,7 +161,7 @@ class CheckpointManager:
         *,
         retention: RetentionPolicy | None = None,
         state_dict_type: StateDictType | str = StateDictType.SHARDED,
-        max_shard_size: int | str = _SHARD_SIZE,
+        max_shard_size: int | str = "5GB",
         timeout_s: float | str = 1800.0,
         async_policy: Literal["wait", "refuse"] = "wait",
         async_mode: Literal["thread"] = "thread",
@@ -635,7 +634,7 @@ def check_options(
     *,
     retention: object = None,
     state_dict_type: Any = StateDictType.SHARDED,
-    max_shard_size: Any = _SHARD_SIZE,
+    max_shard_size: Any = "5GB",
     timeout_s: Any = 1800.0,
     async_policy: object = "wait",
     async_mode: object = "thread",
@@ -674,11 +673,6 @@ def check_options(
     max_shard_bytes = parse_size(max_shard_size, "max_shard_size")
     if max_shard_bytes < 1:
         raise wrong("max_shard_size", max_shard_size, "more than 0 bytes")
-    if parsed is not StateDictType.FULL and max_shard_size != _SHARD_SIZE:
-        raise UsageError(
-            f"max_shard_size={max_shard_size!r} has no effect on {parsed.value} checkpoints; it splits the files of "
-            "state_dict_type='full'."
-        )
     if on_commit is not None and not callable(on_commit):
         raise wrong("on_commit", on_commit, "a function that takes a SaveReport")
     for name, place in (("trace", trace), ("side_files", side_files)):

@@ -21,7 +21,6 @@ from ckptkit.errors import (
     StorageError,
     UnsafePathError,
     UnsupportedFormatError,
-    UsageError,
     command_line,
 )
 from ckptkit.formats.options import ReadOptions
@@ -268,29 +267,17 @@ def open_source(
     file = _as_file(url, storage_options)
     if file is not None:
         source = _open_file(*file, url, options)
-        _refuse_unused(options, source)
         return replace(source, catalog=_with_step(source.catalog, source.url))
     tries = 0
     while True:
         place = Candidate(open_store(url, storage_options=storage_options))
         try:
-            source = _open_directory(place, url, options)
-            break
+            return _open_directory(place, url, options)
         except (FileNotFoundError, CorruptCheckpointError):
             # A job may have saved a checkpoint and deleted the listed one meanwhile. If so, choose again.
             tries += 1
             if tries == _MAX_LISTINGS or Candidate(place.store).listing.keys() == place.listing.keys():
                 raise
-    _refuse_unused(options, source)
-    return source
-
-
-def _refuse_unused(options: ReadOptions, source: Source) -> None:
-    if options.layout is not None and "layout" not in options.used:
-        raise UsageError(
-            f"{source.url} is {source.catalog.info.format}, which needs no layout. --layout FILE describes the flat "
-            "parameters of FSDP1 LOCAL checkpoints."
-        )
 
 
 def _open_directory(place: Candidate, url: str, options: ReadOptions) -> Source:

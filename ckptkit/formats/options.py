@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,14 +16,12 @@ class ReadOptions:
         strip_prefix: Prefix to strip from model names, after known wrapper prefixes have been stripped.
         allow_pickle: Accept torch.save files whose pickles refer to classes outside the allow-list. No code is run.
             Instances of these classes become inert records, and are left out of the result.
-        used: The names of the options that a reader has used. `open_source` refuses a layout that is not used.
     """
 
     layout: str | None = None
     base: str | None = None
     strip_prefix: str | None = None
     allow_pickle: bool = False
-    used: list[str] = field(default_factory=list, init=False, compare=False, repr=False)
 
 
 DEFAULTS = ReadOptions()

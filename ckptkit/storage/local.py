@@ -519,7 +519,7 @@ class _LocalWriter:
 
 def _file_info(path: str, status: os.stat_result) -> FileInfo:
     kind = _KINDS.get(stat.S_IFMT(status.st_mode), "other")
-    return FileInfo(path, kind, status.st_size if kind == "file" else 0, status.st_mtime)
+    return FileInfo(path, kind, {"file": status.st_size, "symlink": -1}.get(kind, 0), status.st_mtime)
 
 
 def _allocate(fd: int, nbytes: int) -> None:

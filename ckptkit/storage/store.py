@@ -18,7 +18,7 @@ class FileInfo:
 
     Attributes:
         kind: "file", "directory", "symlink" or "other" (FIFO, device, socket). Symlinks are not followed.
-        size: Size of a file in bytes. 0 for the other kinds.
+        size: Size of a file in bytes. -1 if unknown, as for a symlink; 0 for the other kinds.
         mtime: Modification time in seconds since the epoch. 0.0 if the store records no times.
         tag: The store's tag of the content (ETag, generation), which changes with the content. "" without tags.
     """

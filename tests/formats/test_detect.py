@@ -16,10 +16,8 @@ from ckptkit.errors import (
     CorruptCheckpointError,
     IncompleteCheckpointError,
     UnsupportedFormatError,
-    UsageError,
 )
 from ckptkit.formats.detect import identify, open_source
-from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.trainers.steps import ordered, parse_step
 from ckptkit.offline.reshard import reshard
 from ckptkit.storage import open_store
@@ -366,9 +364,3 @@ def test_a_link_with_a_models_name_to_a_file_outside_the_directory_is_refused(na
         (run / name).symlink_to(tmp_path / "weights.pt")
     with pytest.raises(CkptkitError, match=names[0]):
         open_source(str(run))
-
-
-@pytest.mark.parametrize("name", ["dcp_dtensor_2d", "hf_ref_llama_tied/model.safetensors"])
-def test_a_layout_for_a_format_that_needs_none_is_refused(name, zoo):
-    with pytest.raises(UsageError, match="needs no layout"):
-        open_source(str(zoo / name), options=ReadOptions(layout="layout.json"))

@@ -102,7 +102,6 @@ def _described(optimizer: Catalog | None, options: ReadOptions) -> tuple[dict[st
                 shapes.setdefault(entry.fqn, entry.shape)
         return {}, shapes
     content = _read_json(given)
-    options.used.append("layout") if options is not None else None
     if not isinstance(content, dict) or not content or not all(isinstance(shape, list) for shape in content.values()):
         return parse_layout(content, given), {}
     if not all(map(_is_shape, content.values())):
