@@ -51,8 +51,9 @@ def model_names(entries: Iterable[TensorEntry]) -> list[str]:
 def numbered(catalog: Catalog, index: int) -> Catalog:
     """Rename the entries of one of several models, or of its optimizer, so that the catalogs can be merged.
 
-    The first model (0) keeps its names. Otherwise, names start with `model_<index>.` or `optimizer_<index>.`, and FQNs
-    with `model_<index>.`, except in the optimizer's settings (see `prefix_of_optimizer`).
+    The entries of the first model (0) keep their names. Those of the others get the prefix `model_<index>.` or
+    `optimizer_<index>.`. Their FQNs get `model_<index>.`, but not in the optimizer's settings (see
+    `prefix_of_optimizer`).
     """
     if index == 0:
         return catalog

@@ -115,7 +115,7 @@ def saved_parts(store: Store, catalog: Catalog, name: str) -> tuple[dict[str, Te
 
 
 def opened_entry(store: Store, entry: TensorEntry) -> tuple[dict[str, TensorEntry], Recipe]:
-    """Return the inner tensors (by attribute) and the recipe of a tensor subclass that torch stored.
+    """Return a stored tensor subclass's inner tensors (by attribute) and the recipe for rebuilding it.
 
     Raises:
         UnsupportedFormatError: The inner tensors cannot be read without the class. The message completes the sentence

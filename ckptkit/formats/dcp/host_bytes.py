@@ -66,7 +66,7 @@ def why_not_dense(tensor: Any) -> str:
 
 
 def _why_not_subclass(tensor: Any) -> str | None:
-    """Return the result of `why_not_dense` for a tensor subclass, or None if nothing about the class is a problem."""
+    """Return the result of `why_not_dense` for a tensor subclass, or None if the class does not decide it."""
     import torch
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
     from torch.distributed._shard.sharded_tensor.api import ShardedTensor
