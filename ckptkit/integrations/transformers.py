@@ -246,10 +246,11 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers
 
     def _load_best(self, theirs: Any) -> None:
         state = self._trainer.state
-        if state.best_model_checkpoint != self._place(state.best_global_step):
+        best = state.best_global_step  # None in the checkpoints of older Trainers
+        if best is None or state.best_model_checkpoint != self._place(best):
             theirs()  # the run was resumed from a checkpoint of the Trainer, and has not become better
         else:
-            self._managed().load(TrainState(model=self._trainer.model, rng=False), state.best_global_step)
+            self._managed().load(TrainState(model=self._trainer.model, rng=False), best)
 
     def _find_best(self) -> None:
         """Set the URL of the best checkpoint, unless it is a checkpoint that the Trainer saved."""

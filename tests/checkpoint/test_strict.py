@@ -673,6 +673,19 @@ def test_the_moments_of_masters_are_cast_only_on_request_for_an_optimizer_withou
     trained(model, state.optimizer)
 
 
+def test_the_moments_of_masters_stay_fp32_for_an_optimizer_that_may_keep_them(tmp_path):
+    class Fp32Moments(optim.AdamW):
+        """Stands for an optimizer that keeps fp32 moments of bf16 weights, and no masters."""
+
+    source, model = low(1e-3), net().bfloat16()
+    source.optimizer = MasterWeightOptimizer(Fp32Moments(source.model.parameters()))
+    trained(source.model, source.optimizer)
+    state = TrainState(model=model, optimizer=Fp32Moments(model.parameters()), extra={"epoch": 0})
+    load(save(tmp_path, source), state, strict=False, convert_dtype=True)
+    for mine, theirs in zip(model.parameters(), source.model.parameters(), strict=True):
+        assert bits(state.optimizer.state[mine]["exp_avg"]) == bits(source.optimizer.state[theirs]["exp_avg"])
+
+
 def test_states_of_another_dtype_than_their_weight_are_not_cast(tmp_path):
     source = low(1e-3)
     model = net()

@@ -198,7 +198,8 @@ def test_a_finished_run_is_not_trained_further(tmp_path):
 
 
 @pytest.mark.parametrize("place", ["out", "run"])  # the Trainer's directory, and another one
-def test_the_best_checkpoint_may_be_one_that_a_trainer_saved(tmp_path, place):
+@pytest.mark.parametrize("lacking", [{}, {"best_global_step": None}], ids=["", "older"])  # older Trainers save no step
+def test_the_best_checkpoint_may_be_one_that_a_trainer_saved(tmp_path, place, lacking):
     options = {"save_strategy": "steps", "save_steps": 2, "load_best_model_at_end": True, "greater_is_better": True}
     options |= {"save_total_limit": 1}
     old = evaluated(tmp_path, None, max_steps=2, **options)
@@ -207,7 +208,7 @@ def test_the_best_checkpoint_may_be_one_that_a_trainer_saved(tmp_path, place):
     first, best = ({**old.state.log_history[1], "eval_loss": 99.0}, str(tmp_path / "out" / "checkpoint-2"))
     path = tmp_path / "out" / "checkpoint-2" / "trainer_state.json"
     saved = json.loads(path.read_text())
-    path.write_text(json.dumps({**saved, "best_metric": first["eval_loss"], "best_model_checkpoint": best}))
+    path.write_text(json.dumps({**saved, "best_metric": first["eval_loss"], "best_model_checkpoint": best} | lacking))
     trainer.train(resume_from_checkpoint=None if place == "out" else best)
     assert trainer.state.global_step == 8 and trainer.state.best_model_checkpoint == best
     assert same_weights(trainer.model, old.model)

@@ -339,12 +339,14 @@ def _cast_states(
     master. So do step counts.
 
     Without `convert_dtype`, states are only widened, for an optimizer with masters. If the live optimizer has no
-    masters, the states of masters are mismatches: its next step would fail.
+    masters, the states of masters are mismatches: its next step would fail. This is known only of torch's optimizers,
+    whose states have the dtype of the parameter. Another class may keep them in fp32, so they are not cast for it.
     """
     import torch
 
     if keeps_parts(plan.optimizer):
         return
+    is_like_parameter = plan.master_name is not None or type(plan.optimizer).__module__.startswith("torch.optim.")
     casts: dict[tuple[str, str], torch.dtype] = {}
     for fqn, entries in plan.states.items():
         parameter, updated = plan.parameters[fqn], masters.get(fqn, weights.get(fqn))
@@ -352,7 +354,7 @@ def _cast_states(
             continue
         has_master = plan.master_name is not None and parameter.itemsize < torch.float32.itemsize
         stepped = torch.float32 if has_master else parameter.dtype
-        if updated.dtype == dtype_name(stepped):
+        if updated.dtype == dtype_name(stepped) or (fqn in masters and not is_like_parameter and not plan.live[fqn]):
             continue
         for name, entry in entries.items():
             outer = outer_name(name, load.recipes, f"{plan.key}.state.{fqn}.")

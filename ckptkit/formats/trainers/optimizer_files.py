@@ -226,15 +226,21 @@ def _has_pieces(values: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def _differ(values: Sequence[Mapping[str, Any]], names: Mapping[Any, str]) -> bool:
-    """Return whether ranks have different plain tensors of a numbered parameter: its pieces, not replicas."""
+    """Return whether ranks have different plain tensors of a numbered parameter: its pieces, not replicas.
+
+    Pieces have one dimension. If others differ, these are replicas, in which rounding errors have added up.
+    """
     seen: dict[tuple[Any, str], StoredTensor] = {}
+    found = False
     for value in values:
         for key, tensor in _flat(value["state"]):
             if isinstance(tensor, StoredTensor) and tensor.shape not in ((), (1,)) and names.get(key[0]) != key[0]:
                 first = seen.setdefault(key, tensor)
                 if first is not tensor and (first.shape != tensor.shape or not first.same_storage(tensor)):
-                    return True
-    return False
+                    if first.shape == tensor.shape and len(tensor.shape) > 1:
+                        return False
+                    found = True
+    return found
 
 
 def _shape(values: Sequence[Mapping[str, Any]], key: Any) -> tuple[int, ...] | None:

@@ -52,3 +52,14 @@ def test_pieces_of_a_state_are_not_taken_for_the_state_of_a_parameter_with_their
         torch.save({"model": model, "optimizer": states}, tmp_path / f"rank{rank}.pt")
     (entry,) = open_source(str(tmp_path)).catalog.by_role(Role.OPTIMIZER).values()
     assert (entry.fqn, entry.shape, len(entry.slices)) == ("b", (12,), 2)
+
+
+def test_the_states_of_replicas_that_differ_a_little_are_those_of_rank_0(tmp_path):
+    model = {"a": torch.ones(2, 3), "b": torch.ones(3)}
+    for rank in range(2):
+        moments = {i: {"exp_avg": w + rank * 1e-6} for i, w in enumerate(model.values())}
+        states = {"state": moments, "param_groups": [{"params": [0, 1]}]}
+        torch.save({"model": model, "optimizer": states}, tmp_path / f"rank{rank}.pt")
+    catalog = open_source(str(tmp_path)).catalog
+    assert {entry.fqn for entry in catalog.by_role(Role.OPTIMIZER).values()} == {"a", "b"}
+    assert all("differs between rank 0 and rank 1; rank 0's is used" in note for note in catalog.info.notes)
