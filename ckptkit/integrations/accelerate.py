@@ -17,6 +17,7 @@ except ImportError as error:
 from ckptkit.arguments import wrong
 from ckptkit.checkpoint.manager import CheckpointManager
 from ckptkit.checkpoint.report import LoadReport, SaveReport
+from ckptkit.checkpoint.run.inventory import list_checkpoints
 from ckptkit.checkpoint.state.train_state import PerRank, TrainState
 from ckptkit.errors import UsageError
 
@@ -80,7 +81,7 @@ class AcceleratorCheckpoints:
             which: A step, a tag or a URL. The URL may also be that of a checkpoint saved with `Accelerator.save_state`.
             options: Passed to `CheckpointManager.load`.
         """
-        is_new = which == "latest" and self.manager.latest() is None
+        is_new = which == "latest" and self.manager.run_on_all(self._is_new, "load_state")
 
         def collect() -> TrainState:
             models = list(self.accelerator._models)
@@ -92,6 +93,11 @@ class AcceleratorCheckpoints:
         if report is not None:
             self.manager.run_on_all(lambda: self._restore_others(report), "load_state")
         return report
+
+    def _is_new(self) -> bool:
+        """Return whether the run has no checkpoint, and no files of another program."""
+        inventory = list_checkpoints(self.manager._root)
+        return not inventory.committed and not inventory.foreign
 
     def _restore_others(self, report: LoadReport) -> None:
         """Restore the objects and dataloaders that `Accelerator.save_state` saved. Warn about objects left out."""

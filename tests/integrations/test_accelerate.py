@@ -120,6 +120,15 @@ def test_hooks_that_empty_their_lists_remove_nothing_from_the_checkpoint(tmp_pat
     assert open_checkpoint(str(tmp_path))["model.0.weight"] is not None
 
 
+def test_load_hooks_run_for_a_checkpoint_of_the_accelerator_itself(tmp_path):
+    run, again, calls = Run(), Run(), []
+    run.train(1)
+    run.accelerator.save_state(str(tmp_path / "checkpoint_5"))
+    again.accelerator.register_load_state_pre_hook(lambda models, folder: calls.append(folder))
+    with again.checkpoints(tmp_path) as checkpoints:
+        assert checkpoints.load_state() is not None and calls == [str(tmp_path)]
+
+
 def test_objects_that_are_not_restored_are_named(tmp_path, caplog):
     run, again = Run(), Run()
     run.accelerator.register_for_checkpointing(Kept(5))

@@ -115,7 +115,7 @@ def test_one_of_two_concurrent_commands_wins_and_nothing_is_mixed(near, commands
         (near / f"alone-{nth}").make(**options)
         alone.append((near / f"alone-{nth}").comparable())
     for nth, apart_s in enumerate((0.0, 0.1)):
-        here = near / str(nth)
+        here = near / f"both-{nth}"
         if overwrite:
             here.make(**both[0])
         ends = at_once(here, [{**options, "overwrite": overwrite} for options in both], apart_s)
