@@ -31,7 +31,7 @@ from ckptkit.checkpoint.report import LoadReport
 from ckptkit.checkpoint.retention import RetentionPolicy
 from ckptkit.checkpoint.state.rng import capture_rng, restore_rng
 from ckptkit.checkpoint.state.train_state import TrainState
-from ckptkit.errors import UsageError
+from ckptkit.errors import CheckpointMismatchError, UsageError
 from ckptkit.formats.own.record import checkpoint_name
 
 _log = logging.getLogger(__name__)
@@ -232,7 +232,15 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers
 
     def _load(self, path: Any) -> None:
         """Restore model, optimizer, scheduler and random state, once the Trainer has created them."""
-        self.loaded = self._managed().load(self._state())
+        try:
+            self.loaded = self._managed().load(self._state())
+        except CheckpointMismatchError as error:
+            if not self._trainer.args.save_only_model:
+                raise
+            raise CheckpointMismatchError(
+                f"{error} Checkpoints saved with save_only_model=True have no optimizer, so training cannot continue "
+                "from them. To train anew, pass another url to CheckpointCallback."
+            ) from error
         self._random = capture_rng()
         self._find_best()  # the Trainer forgets checkpoints that it does not find on disk
 
