@@ -27,7 +27,7 @@ from ckptkit.errors import (
 from ckptkit.formats.dcp.roles import Path, optimizer_role, setting_place, state_place
 from ckptkit.formats.dcp.subclasses import SUBCLASSES
 from ckptkit.formats.nested import dicts_with, insert, with_lists
-from ckptkit.formats.pickles.objects import Inert, TensorValue, read_object
+from ckptkit.formats.pickles.objects import TensorValue, read_object
 from ckptkit.formats.sources import read_box
 from ckptkit.formats.state_names import (
     PARAM_GROUPS,
@@ -301,8 +301,6 @@ def loadable(value: Any, name: str, check: Callable[[Any, str], object], lost: d
     Raises:
         CkptkitError: Nothing in the object can be loaded.
     """
-    if isinstance(value, Inert):
-        raise UnsafePickleError(f"it is a {value.kind}, which cannot be loaded without running code")
     if _is_list(value):
         return type(value)([loadable(item, f"{name}.{i}", check, lost) for i, item in enumerate(value)])
     if not isinstance(value, dict):

@@ -7,26 +7,27 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, S
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from ckptkit.catalog.entry import Catalog, CatalogInfo, Role, TensorEntry, TensorSlice
+import numpy as np
+
+from ckptkit.catalog.entry import Catalog, CatalogInfo, ObjectEntry, Role, TensorEntry, TensorSlice
+from ckptkit.checkpoint.foreign_objects import ForeignObjects, own_name
 from ckptkit.checkpoint.state.model_tensors import live_tensors, parameter_names
 from ckptkit.checkpoint.state.train_state import TrainState, is_stateful, own_merge, section
-from ckptkit.checkpoint.state.values import JSON, encode
-from ckptkit.errors import CheckpointMismatchError, CkptkitError, SaveError
+from ckptkit.checkpoint.state.values import JSON
+from ckptkit.errors import CheckpointMismatchError
 from ckptkit.formats.dcp.class_records import in_parts, renamed_recipes
 from ckptkit.formats.dcp.subclasses import SUBCLASSES
 from ckptkit.formats.models import number_of, prefix_of_optimizer, with_trained_weights
-from ckptkit.formats.nested import insert, with_lists
 from ckptkit.formats.pickles.objects import TensorValue
 from ckptkit.formats.trainers.beside import with_files_beside
 from ckptkit.formats.trainers.param_order import Param
 from ckptkit.formats.training_state import (
     SavedOptimizer,
+    SavedState,
     TrainingState,
-    extra_keys,
     full_shape,
     in_natural_order,
     is_usual_scheduler,
-    loadable,
     possible_fqns,
     read_training_state,
     without_kind,
@@ -36,7 +37,6 @@ from ckptkit.storage.store import Store
 from ckptkit.units import counted, first_few
 
 if TYPE_CHECKING:
-    import numpy as np
     import torch
 
 _OF_RANKS = ("rank-files", "verl", "lightrft", "accelerate")  # formats with one file per rank
@@ -104,29 +104,27 @@ def adopt(catalog: Catalog, store: Store, state: TrainState, *, optimizer: bool 
         for prefix, key in sections.items()
     }
     tensors = _renamed(catalog, saved, rename, sections, tied, numbers)
-    objects: dict[str, JSON] = {}
     refs: dict[str, torch.Tensor] = {}
+    objects = ForeignObjects(refs)
     homes = {id(entry.slices): name for name, entry in tensors.items()}
     if recipes := renamed_recipes(catalog, lambda entry: homes.get(id(entry.slices))):
-        objects[SUBCLASSES] = recipes
+        objects.trees[SUBCLASSES] = recipes
     known = {entry.fqn for entry in tensors.values() if entry.fqn}
     names = _LiveNames(rename, known, str(catalog.info.extra.get("module_prefix", "")), tied)
     for prefix, key in sections.items():
         named = replace(names, numbers=numbers[prefix], front=prefix_of_optimizer(prefix))
-        one = saved.optimizers[prefix]
-        states = _states(one, named, read, _live(state, key))
-        if one.groups:
-            objects[key] = _optimizer_tree(one, named, states, key, refs)
-    used = _add_schedulers(objects, saved, state, notes, refs)
+        one = _with_steps(saved.optimizers[prefix], _live(state, key), named)
+        objects.add_optimizer(prefix, key, one, named, str)
+    used = _add_schedulers(objects, saved, state, notes)
     for rank, random in saved.random.items():
-        objects[f"rng.{rank}"] = encode(random.generators, f"rng.{rank}", refs)
-    notes += _add_extras(objects, saved.rest(used), flattened, saved.unread, refs)
+        objects.add(random.name, f"rng.{rank}", random.generators)
+    objects.add_extras(saved.rest(used), flattened, saved.unread)
     if saved.tensors:
         notes.append(
             f"not restored: {counted(len(saved.tensors), 'tensor')}, neither weights nor optimizer state: "
             f"{first_few([entry.name for entry in saved.tensors], 3)}."
         )
-    notes += [f"not restored: {name}: {why}" for name, why in saved.unread.items()]
+    notes += [f"not restored: {name}: {why}" for name, why in (*objects.lost, *saved.unread.items())]
     if doubt := catalog.info.extra.get("unproved"):
         notes.append(f"not proved: {doubt}")
     if saved.step is None and sections:
@@ -134,7 +132,7 @@ def adopt(catalog: Catalog, store: Store, state: TrainState, *, optimizer: bool 
     info = with_aliases(replace(catalog.info, step=saved.step), aliases)
     return Adopted(
         Catalog(tensors, catalog.objects, info),
-        objects,
+        objects.trees,
         refs,
         notes,
         saved.unknown_random,
@@ -150,13 +148,7 @@ def _notes_on_ranks(catalog: Catalog) -> list[str]:
     return [note.replace("not read: ", "not restored: ", 1) for note in notes]
 
 
-def _add_schedulers(
-    objects: dict[str, JSON],
-    saved: TrainingState,
-    state: TrainState,
-    notes: list[str],
-    refs: dict[str, torch.Tensor],
-) -> list[str]:
+def _add_schedulers(objects: ForeignObjects, saved: TrainingState, state: TrainState, notes: list[str]) -> list[str]:
     """Add the saved schedulers and gradient scalers that match live ones. Return the keys of those that were added.
 
     Adds a note for each one that is not restored. The caller adds the states of these to the `extra` state.
@@ -171,43 +163,9 @@ def _add_schedulers(
             if kind == "scheduler" and isinstance(expected, dict) and expected and not expected.keys() & found[name]:
                 notes.append(f"not restored: {name}, because it has none of the live scheduler's values.")
                 continue
-            try:
-                objects[section(kind, live)] = encode(found[name], section(kind, live), refs)
+            if objects.add(name, section(kind, live), found[name]):
                 used.append(name)
-            except SaveError as error:
-                notes.append(f"not restored: {name}: {error}")
     return used
-
-
-def _add_extras(
-    objects: dict[str, JSON],
-    values: Mapping[str, Any],
-    keys: Mapping[str, str],
-    unread: Mapping[str, str],
-    refs: dict[str, torch.Tensor],
-) -> list[str]:
-    """Add the saved `values` to `objects`. Return a note for each part of a value that cannot be loaded.
-
-    Args:
-        keys: The key in `objects` of each stateful object, by its name in `values`. If any part of a stateful object
-            cannot be loaded, the whole object is left out. All values that are not in `keys` become `extra`.
-        unread: The parts of `values` that could not be read, each with the reason.
-    """
-    notes: list[str] = []
-    extras = extra_keys(values)
-    for name, value in values.items():
-        lost = {part: why for part, why in unread.items() if name in keys and part.startswith(f"{name}.")}
-        try:
-            kept = loadable(value, name, lambda part, path: encode(part, path, {}), lost)
-            if lost and name in keys:
-                lost = {name: next(iter(lost.values()))}
-            else:
-                key = keys.get(name, extras[name])
-                objects[key] = encode(kept, key, refs)
-        except CkptkitError as error:
-            lost[name] = str(error)
-        notes += [f"not restored: {part}: {why}" for part, why in lost.items()]
-    return notes
 
 
 def _as_torch(array: np.ndarray[Any, Any] | TensorValue) -> torch.Tensor:
@@ -457,10 +415,10 @@ def _renamed(
             fqn = numbers.get(prefix, {}).get(part.param) or (rename(part.fqn) if part.fqn else "")
             fqn = tied.get(fqn, fqn)
             key = sections.get(prefix, "optimizer" if is_master else None)  # a master may fill a weight
-            if key is None or not fqn or part.is_nested:
-                continue  # an item of a list or dict, which `_states` restores
-            name = f"{key}.master.{fqn}" if is_master else f"{key}.state.{fqn}.{part.state}"
-            found[name] = replace(part.entry, name=name, fqn=fqn, state=part.state)
+            if key is None or not fqn:
+                continue
+            name = own_name(part, key, fqn)
+            found[name] = replace(part.entry, name=name, fqn="" if part.is_nested else fqn, state=part.state)
     found.update({f"other.{entry.name}": replace(entry, name=f"other.{entry.name}") for entry in saved.tensors})
     return found
 
@@ -480,63 +438,35 @@ def _same_bytes(one: TensorEntry, other: TensorEntry) -> bool:
     return same and [content(part) for part in one.slices] == [content(part) for part in other.slices]
 
 
-def _optimizer_tree(
-    saved: SavedOptimizer,
-    name_of: Callable[[Any], str],
-    states: Mapping[str, Any],
-    key: str,
-    refs: dict[str, torch.Tensor],
-) -> JSON:
-    """Return an optimizer's settings and its states that are not tensors, as JSON for `objects.json`."""
-    groups = []
-    for index, group in enumerate(saved.groups):
-        settings = {name: value for name, value in group.items() if name != "params"}
-        params = [name_of(param) for param in group["params"]]
-        groups.append({**encode(settings, f"{key}.param_groups.{index}", refs), "params": params})
-    encoded = {fqn: encode(values, f"{key}.values.{fqn}", refs) for fqn, values in states.items()}
-    return {"param_groups": groups, "values": encoded, "shared": {}}
-
-
 def _live(state: TrainState, key: str) -> Any:
     return next(item for name, item in state.parts("optimizer").items() if section("optimizer", name) == key)
 
 
-def _states(
-    saved: SavedOptimizer,
-    name_of: Callable[[Any], str],
-    read: Callable[[Sequence[TensorEntry]], Mapping[str, torch.Tensor]],
-    live: Any,
-) -> dict[str, dict[str, Any]]:
-    """Return, by live FQN, each parameter's states that are not single tensors: step counts, lists of tensors, ...
+def _with_steps(saved: SavedOptimizer, live: Any, name_of: Callable[[Any], str]) -> SavedOptimizer:
+    """Return the saved optimizer, for torch's optimizers with step counts as tensors.
 
-    For torch's optimizers, step counts become tensors, as in the `load_state_dict` of these optimizers. For other
-    optimizers, step counts stay numbers.
+    The `load_state_dict` of these optimizers does the same. For other optimizers, step counts stay numbers.
 
     Raises:
-        CheckpointMismatchError: Lists or dicts contain tensors, and the live parameters are sharded.
+        CheckpointMismatchError: Lists or dicts in the state contain tensors, and the live parameters are sharded.
     """
-    import torch
     from torch.distributed.tensor import DTensor
 
-    homes = {kind.__module__ for kind in type(getattr(live, "optimizer", live)).__mro__} - {"torch.optim.optimizer"}
-    in_tensors = any(home.startswith("torch.optim.") for home in homes)
-    found: dict[str, dict[Any, Any]] = {}
-
-    for number in saved.values:
-        value = number.value
-        if number.path == ("step",) and type(value) in (int, float) and in_tensors:
-            value = torch.tensor(float(value))
-        insert(found.setdefault(name_of(number.param), {}), number.path, value)
     nested = [part for part in saved.tensors if part.is_nested]
     if nested and any(isinstance(p, DTensor) for group in live.param_groups for p in group["params"]):
         raise CheckpointMismatchError(
             f"the optimizer's state {nested[0].path[0]!r} of {name_of(nested[0].param)} is a list or dict of tensors, "
             'which cannot be restored for sharded parameters. Skip the optimizer: optimizer="skip".'
         )
-    tensors = read([part.entry for part in nested]) if nested else {}
-    for part in nested:
-        insert(found.setdefault(name_of(part.param), {}), part.path, tensors[part.entry.name])
-    return {fqn: with_lists(state) for fqn, state in found.items()}
+    homes = {kind.__module__ for kind in type(getattr(live, "optimizer", live)).__mro__} - {"torch.optim.optimizer"}
+    if not any(home.startswith("torch.optim.") for home in homes):
+        return saved
+
+    def converted(part: SavedState[ObjectEntry]) -> SavedState[ObjectEntry]:
+        is_step = part.path == ("step",) and type(part.value) in (int, float)
+        return replace(part, value=TensorValue("float32", (), np.float32(part.value).tobytes())) if is_step else part
+
+    return replace(saved, values=[*map(converted, saved.values)])
 
 
 def _numbered_parameters(

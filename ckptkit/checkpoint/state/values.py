@@ -23,11 +23,13 @@ import collections
 import itertools
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ckptkit.errors import CorruptCheckpointError, SaveError
 from ckptkit.formats.dcp.host_bytes import holds_tensors, is_sparse_or_quantized, row_major, why_not_dense
+from ckptkit.formats.pickles.objects import Inert, TensorValue
 
 if TYPE_CHECKING:
     import torch
@@ -45,13 +47,22 @@ _MAX_DEPTH = 200
 _MAX_BITS = 14_283  # integers of at most 4,300 digits, which is Python's limit for reading and writing JSON
 
 
-def encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> JSON:
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """Stands for a tensor that the checkpoint already stores under `key`."""
+
+    key: str
+
+
+def encode(value: Any, path: str, tensors: dict[str, torch.Tensor] | None) -> JSON:
     """Return `value` as strict JSON. Large tensors are added to `tensors`, under keys that start with `path`.
 
     Tensors are not copied; copy them to keep the result beyond the next training step.
 
     Args:
         path: The path of the value in the state, for example "extra.ema". Error messages name it.
+        tensors: None for a value that ckptkit's readers returned, such as numpy arrays and `TensorValue`s. All arrays
+            become part of the JSON. Does not import torch.
 
     Raises:
         SaveError: A value's type cannot be loaded safely. The message names the value's path.
@@ -60,7 +71,7 @@ def encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> JSON:
 
 
 class _Encoder:
-    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+    def __init__(self, tensors: dict[str, torch.Tensor] | None) -> None:
         self._tensors = tensors
         # Don't import the module: that would take longer than the encoding. If it was not imported, there are no
         # DTensors.
@@ -115,16 +126,27 @@ class _Encoder:
 
     def _leaf(self, value: Any, path: str, *, inline: bool) -> JSON:
         import numpy as np
+
+        if type(value) is bytes:
+            return {"$bytes": base64.b64encode(value).decode()}
+        if isinstance(value, Reference):
+            return {"$ref": value.key}
+        if isinstance(value, TensorValue):
+            return _inline(value.dtype, value.shape, value.data)
+        if isinstance(value, np.generic) and _is_torchs(value):
+            return {"$npscalar": _inline(value.dtype.name, (), value.tobytes())}
+        is_array = type(value) is np.ndarray and _is_torchs(value)  # not subclasses, which may have a mask, for example
+        if is_array and (self._tensors is None or value.nbytes <= INLINE_BYTES):
+            return {"$ndarray": _inline(value.dtype.name, value.shape, value.tobytes())}
+        if isinstance(value, Inert) or self._tensors is None:
+            kind = value.kind if isinstance(value, Inert) else type(value).__name__
+            raise SaveError(f"{path}: a {kind}, which cannot be loaded without running code.")
         import torch
 
         if isinstance(value, torch.Tensor):
             return self._tensor(value, path, inline=inline)
-        if type(value) is np.ndarray and _is_torchs(value):  # not subclasses, which may have a mask, for example
-            return {"$ndarray": self._tensor(torch.from_numpy(np.array(value, order="C")), path)}
-        if isinstance(value, np.generic) and _is_torchs(value):
-            return {"$npscalar": self._tensor(torch.from_numpy(np.array(value)), path)}
-        if type(value) is bytes:
-            return {"$bytes": base64.b64encode(value).decode()}
+        if is_array:
+            return {"$ndarray": self._apart(torch.from_numpy(np.array(value, order="C")), path)}
         if isinstance(value, torch.dtype):
             return {"$dtype": str(value).removeprefix("torch.")}
         if isinstance(value, torch.device):
@@ -152,20 +174,24 @@ class _Encoder:
         order = order_of(value) if plain else None
         if plain and inline and not _is_large(value):
             raw = row_major(value).to("cpu").reshape(-1).view(torch.uint8).numpy().tobytes()
-            fields = {"dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape)}
-            tree = {"$tensor": {**fields, "data": base64.b64encode(raw).decode()}}
+            tree = _inline(str(value.dtype).removeprefix("torch."), value.shape, raw)
         else:
             tree = self._apart(value, path)
         return tree if order is None else {"$order": [order, tree]}
 
     def _apart(self, value: torch.Tensor, path: str) -> JSON:
         """Add the tensor to the tensors to store, under a unique key. Return the reference for the JSON tree."""
+        assert self._tensors is not None  # otherwise there are no tensors of torch
         key, again = path, 0
         while key in self._tensors:  # for example, {"a.b": t, "a": {"b": t}}
             again += 1
             key = f"{path}~{again}"
         self._tensors[key] = value
         return {"$ref": key}
+
+
+def _inline(dtype: str, shape: Sequence[int], data: bytes) -> JSON:
+    return {"$tensor": {"dtype": dtype, "shape": list(shape), "data": base64.b64encode(data).decode()}}
 
 
 def _is_large(value: Any) -> bool:

@@ -10,11 +10,8 @@ is listed with the reason.
 
 from __future__ import annotations
 
-import base64
-import json
-import math
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -25,12 +22,12 @@ import numpy.typing as npt
 from ckptkit.catalog.box import Box
 from ckptkit.catalog.entry import Catalog, ObjectEntry, Role, SliceArray, TensorEntry
 from ckptkit.catalog.targets import Target
-from ckptkit.errors import CheckpointMismatchError, CkptkitError, UnsupportedFormatError, UsageError
+from ckptkit.checkpoint.foreign_objects import ForeignObjects, own_name
+from ckptkit.errors import CheckpointMismatchError, UnsupportedFormatError, UsageError
 from ckptkit.formats.dcp.class_records import recipes_of, renamed_recipes
 from ckptkit.formats.dcp.records import frame_object
 from ckptkit.formats.dcp.subclasses import SUBCLASSES
 from ckptkit.formats.models import prefix_of_optimizer
-from ckptkit.formats.nested import insert, with_lists
 from ckptkit.formats.own.reader import OBJECTS_NAME, role_of
 from ckptkit.formats.pickles.objects import TensorValue, decode_record, read_object
 from ckptkit.formats.pickles.zip import Archive, memory_store
@@ -40,8 +37,6 @@ from ckptkit.formats.trainers.param_order import Param
 from ckptkit.formats.training_state import (
     SavedOptimizer,
     TrainingState,
-    extra_keys,
-    loadable,
     possible_fqns,
     read_training_state,
     without_kind,
@@ -61,29 +56,22 @@ _MAX_TREE_BYTES = 2 << 20  # as JSON, which is larger than the tensors in it
 _MAX_STEP = 2**63  # maximum step count, because a hostile checkpoint may contain integers too large for a float
 _NAME = re.compile(r"(?!\d+$)[A-Za-z0-9][A-Za-z0-9_-]*")  # the name of one of several objects; not a number
 _Names: TypeAlias = Mapping[str, Mapping[str, str]]  # FQNs by an optimizer's prefix and a parameter's saved name
+_UNKNOWN = (
+    "the optimizer numbers its parameters, and their shapes do not prove which is which. A job can load the source "
+    "instead, because its optimizer shows the order"
+)
 _BATCH_NORM = ("running_mean", "running_var", "num_batches_tracked")  # buffers, some with the shape of a weight
-
-
-@dataclass(frozen=True, slots=True)
-class _Reference:
-    """A tensor of the result, in a tree."""
-
-    name: str
-
-
-class _NoTree(UnsupportedFormatError):
-    """Raised for a value of a type that `objects.json` cannot represent."""
 
 
 def _add_trees(
     found: OwnState, catalog: Catalog, saved: TrainingState, sections: Mapping[str, str], names: _Names
 ) -> None:
     """Convert the objects of a source that ckptkit did not write, and add them to `found.trees`."""
-    found.leftovers += [(name, f"it can't be read: {why[:160]}") for name, why in saved.unread.items()]
+    objects = ForeignObjects(max_bytes=_MAX_TREE_BYTES)
     known = {entry.fqn for entry in catalog.tensors.values() if entry.fqn}
     module = str(catalog.info.extra.get("module_prefix", ""))
     for prefix, section in sections.items():
-        front, named = prefix_of_optimizer(prefix), names[prefix]
+        one, front, named = saved.optimizers[prefix], prefix_of_optimizer(prefix), names[prefix]
 
         def fqn_of(param: Any, front: str = front, named: Mapping[str, str] = named) -> str | None:
             """Return the FQN of a saved name or number, or None if the model has no such parameter."""
@@ -91,8 +79,18 @@ def _add_trees(
             options = possible_fqns(name, front, module) if isinstance(name, str) else ()
             return next((fqn for fqn in options if fqn in known), None)
 
-        _add_optimizer(found, saved.optimizers[prefix], prefix, section, fqn_of)
-        _add_missing_notes(found, saved.optimizers[prefix], section, {*names[prefix].values()})
+        def why_unknown(param: Any, one: SavedOptimizer = one) -> str:
+            return _UNKNOWN if one.is_numbered else f"the model has no parameter {param!r}"
+
+        values = []
+        for part in one.values:
+            fqn, count = fqn_of(part.param), part.value
+            if fqn and part.state == "step" and type(count) in (int, float) and abs(count) < _MAX_STEP:
+                found.steps[section, fqn] = float(count)  # becomes a tensor later
+            else:
+                values.append(part)
+        objects.add_optimizer(prefix, section, replace(one, values=values), fqn_of, why_unknown)
+        _add_missing_notes(found, objects.trees, one, section, {*named.values()})
     for random in saved.random.values():
         found.leftovers.append((random.name, "random states belong to the old ranks; the new ranks are reseeded"))
     if saved.large:
@@ -100,27 +98,16 @@ def _add_trees(
             f"{', '.join(saved.large)}: neither weights nor optimizer state; a job does not load these tensors. They "
             "keep their names, so DCPReader reads them"
         )
-    trees: dict[str, tuple[str, Any]] = {}
+    used = []
     for kind, states in (("scheduler", saved.schedulers), ("grad_scaler", saved.scalers)):
-        trees |= {section: (name, states[name]) for name, section in _sections_of(kind, states).items()}
-    rest = saved.rest([name for name, _ in trees.values()])
-    extras = extra_keys(rest)
-    trees |= {extras[name]: (name, value) for name, value in rest.items()}
-    for own, (name, value) in trees.items():
-        lost: dict[str, str] = {}
-        try:
-            is_extra = own == extras.get(name)
-            tree = _tree(loadable(value, name, lambda part, _: _tree(part), lost) if is_extra else value)
-        except CkptkitError as error:
-            found.leftovers.append((name, str(error)))
-            continue
-        found.leftovers += lost.items()
-        if len(json.dumps(tree)) > _MAX_TREE_BYTES:
-            found.leftovers.append((name, f"it is larger than {_MAX_TREE_BYTES >> 20} MiB as JSON"))
-            continue
-        found.trees[own] = tree
-        if own.partition("_")[0] == "scheduler":
-            found.notes.append(f"{name} is the state of a torch scheduler: the job's scheduler loads it")
+        for name, section in _sections_of(kind, states).items():
+            used.append(name)
+            if objects.add(name, section, states[name]) and kind == "scheduler":
+                found.notes.append(f"{name} is the state of a torch scheduler: the job's scheduler loads it")
+    objects.add_extras(saved.rest(used), {}, {})
+    found.trees |= objects.trees
+    found.leftovers += [(name, f"it can't be read: {why[:160]}") for name, why in saved.unread.items()]
+    found.leftovers += objects.lost
 
 
 def _sections_of(kind: str, keys: Collection[str]) -> dict[str, str]:
@@ -138,65 +125,9 @@ def _sections_of(kind: str, keys: Collection[str]) -> dict[str, str]:
     return {key: f"{kind}_{name}" for key, name in names.items()} if is_complete else {}
 
 
-# --- optimizers
-
-
-def _add_optimizer(
-    found: OwnState,
-    saved: SavedOptimizer,
-    prefix: str,
-    section: str,
-    fqn_of: Callable[[Any], str | None],
+def _add_missing_notes(
+    found: OwnState, trees: Mapping[str, Any], saved: SavedOptimizer, section: str, having: Collection[str]
 ) -> None:
-    """Add an optimizer to `found`: its parameter groups, and its states that are not single tensors."""
-
-    def why_unknown(param: Any) -> str:
-        if saved.is_numbered:
-            return (
-                "the optimizer numbers its parameters, and their shapes do not prove which is which. A job can "
-                "load the source instead, because its optimizer shows the order"
-            )
-        return f"the model has no parameter {param!r}"
-
-    tree: dict[str, Any] = {PARAM_GROUPS: [], "values": {}, "shared": {}}
-    states: dict[str, dict[Any, Any]] = {}
-    for part in saved.values:
-        fqn, value = fqn_of(part.param), part.value
-        try:
-            if fqn is None:
-                raise _NoTree(why_unknown(part.param))
-            if part.state == "step" and type(value) in (int, float) and abs(value) < _MAX_STEP:
-                found.steps[section, fqn] = float(value)  # becomes a tensor later
-            else:
-                _tree(value)  # raises _NoTree
-                insert(states.setdefault(fqn, {}), part.path, value)
-        except _NoTree as error:
-            found.leftovers.append((part.entry.name, str(error)))
-    for fqn, path, name in found.items.get(section, ()):
-        insert(states.setdefault(fqn, {}), path, _Reference(name))
-    tree["values"] = {fqn: _tree(with_lists(state)) for fqn, state in states.items()}
-    unknown = [param for group in saved.groups for param in group["params"] if fqn_of(param) is None]
-    if unknown:
-        found.leftovers.append((f"{prefix}.{PARAM_GROUPS}", why_unknown(unknown[0])))
-    for index, group in enumerate(saved.groups if not unknown else ()):
-        made: dict[str, Any] = {}
-        for setting, value in group.items():
-            try:
-                made[setting] = [] if setting == "params" else _tree(value)
-            except _NoTree as error:
-                found.leftovers.append((f"{prefix}.{PARAM_GROUPS}.{index}.{setting}", str(error)))
-        alike = (other for other in tree[PARAM_GROUPS] if {**other, "params": []} == made)
-        into = next(alike, None) if saved.is_flattened else None  # a flattened state has a group for each parameter
-        if into is None:
-            tree[PARAM_GROUPS].append(into := made)
-        into["params"] += [fqn_of(param) for param in group["params"]]
-    if tree[PARAM_GROUPS]:  # without groups, no job could load the values
-        found.trees[section] = tree
-    elif tree["values"]:
-        found.leftovers.append((f"{prefix}.state", "the settings of its parameters are missing"))
-
-
-def _add_missing_notes(found: OwnState, saved: SavedOptimizer, section: str, having: Collection[str]) -> None:
     """Add a note if an optimizer has no settings (lr, betas), or if parameters with state are in no parameter group.
 
     Args:
@@ -204,52 +135,16 @@ def _add_missing_notes(found: OwnState, saved: SavedOptimizer, section: str, hav
     """
     if not saved.groups:
         found.notes.append(f"{section}: the source has no settings (lr, betas); the new job's settings stay")
-    elif section in found.trees:
-        grouped = {fqn for group in found.trees[section][PARAM_GROUPS] for fqn in group["params"]}
+    elif section in trees:
+        grouped = {fqn for group in trees[section][PARAM_GROUPS] for fqn in group["params"]}
         if loose := sorted({*having} - grouped):
             found.notes.append(
                 f"{section}: {len(loose)} parameters with state are in no group of the source: {loose[0]}, ..."
             )
 
 
-# --- values as JSON
-
-
-def _tree(value: Any, depth: int = 0) -> Any:
-    """Convert a value from a reader to the JSON form that `checkpoint/state/values.py` defines. Does not need torch."""
-    kind = type(value)
-    if value is None or kind in (bool, int, str):
-        return value
-    if kind is float:
-        return value if math.isfinite(value) else {"$float": repr(value)}
-    if depth > 100:
-        raise _NoTree("it is nested more than 100 deep")
-    if isinstance(value, dict):
-        if all(type(key) is str and not key.startswith("$") for key in value):
-            return {key: _tree(item, depth + 1) for key, item in value.items()}
-        return {"$dict": [[_tree(key, depth + 1), _tree(item, depth + 1)] for key, item in value.items()]}
-    if kind in (list, tuple, set, frozenset):
-        items = [_tree(item, depth + 1) for item in (value if kind in (list, tuple) else sorted(value, key=repr))]
-        return items if kind is list else {f"${kind.__name__}": items}
-    if kind is bytes:
-        return {"$bytes": base64.b64encode(value).decode()}
-    if isinstance(value, _Reference):
-        return {"$ref": value.name}
-    if isinstance(value, TensorValue):
-        return _tensor(value.dtype, value.shape, value.data)
-    if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
-        return {"$ndarray": _tensor(value.dtype.name, value.shape, np.ascontiguousarray(value).tobytes())}
-    if isinstance(value, np.generic) and value.dtype.kind in "biufc":
-        return {"$npscalar": _tensor(value.dtype.name, (), value.tobytes())}
-    raise _NoTree(f"it contains a {getattr(value, 'kind', kind.__name__)}, which cannot be loaded without running code")
-
-
 def _tensor_value(array: np.ndarray[Any, Any] | TensorValue) -> TensorValue:
     return array if isinstance(array, TensorValue) else TensorValue(array.dtype.name, array.shape, array.tobytes())
-
-
-def _tensor(dtype: str, shape: tuple[int, ...], data: bytes) -> Any:
-    return {"$tensor": {"dtype": dtype, "shape": list(shape), "data": base64.b64encode(data).decode()}}
 
 
 Key = tuple[str | int, ...]
@@ -280,7 +175,6 @@ class OwnState:
     Attributes:
         trees: Contents of `objects.json`. The file is written only if this is not empty.
         steps: Step counts that the source stores as numbers, by (optimizer, FQN).
-        items: The tensors in lists and dicts of states, by optimizer: (FQN, path in the parameter's state, key).
         records: The objects to copy into the DCP checkpoint, with their bytes.
         leftovers: (name, reason) of each tensor or object that the result omits.
     """
@@ -288,7 +182,6 @@ class OwnState:
     tensors: list[OwnTensor] = field(default_factory=list)
     trees: dict[str, Any] = field(default_factory=dict)
     steps: dict[tuple[str, str], float] = field(default_factory=dict)
-    items: dict[str, list[tuple[str, Key, str]]] = field(default_factory=dict)
     records: list[tuple[ObjectEntry, bytes]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     leftovers: list[tuple[str, str]] = field(default_factory=list)
@@ -407,14 +300,9 @@ def _of_others(store: Store, catalog: Catalog, step: int) -> OwnState:
     owns = {entry.name: (f"model.{entry.fqn}", entry.fqn, "") for entry in catalog.by_role(Role.MODEL).values()}
     for prefix, one in saved.optimizers.items():
         for part in one.tensors:
-            if part.is_nested and (fqn := names[prefix].get(part.param)):
-                own = f"{sections[prefix]}.values.{fqn}.{part.state}"
-                owns[part.entry.name] = own, "", ""
-                found.items.setdefault(sections[prefix], []).append((fqn, part.path, own))
-            elif fqn := names[prefix].get(part.param):
-                kind = "master" if part.entry.role is Role.MASTER else "state"
-                end = f".{part.state}" if kind == "state" else ""
-                owns[part.entry.name] = f"{sections[prefix]}.{kind}.{fqn}{end}", fqn, part.state
+            if fqn := names[prefix].get(part.param):
+                whole = ("", "") if part.is_nested else (fqn, part.state)
+                owns[part.entry.name] = own_name(part, sections[prefix], fqn), *whole
     masters = _weights_are_masters(catalog)
     used: dict[str, str] = {}
     for name, entry in catalog.tensors.items():

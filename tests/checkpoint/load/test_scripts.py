@@ -329,6 +329,16 @@ def _not_restored(report):
     return [note.split(": ")[1] for note in report.notes if note.startswith("not restored: ")]
 
 
+def _load(state, saved, form, tmp_path):
+    """Load what a script saved, or what a reshard made of it. Return the report, and what was left out."""
+    source, said = save(saved, "torch", tmp_path), []
+    if form == "resharded":
+        said = [name for name, _ in reshard(source, f"{tmp_path}/resharded", world_size=1).plan.leftovers]
+        source = f"{tmp_path}/resharded"
+    report = load(state, source, tmp_path)
+    return report, said or _not_restored(report)
+
+
 @TORCH_OR_RESHARDED
 def test_only_the_smallest_part_that_cannot_be_loaded_without_running_code_is_left_out(form, tmp_path):
     """Composer keeps times in `state`. A list is left out as a whole, because its items keep their positions."""
@@ -341,14 +351,20 @@ def test_only_the_smallest_part_that_cannot_be_loaded_without_running_code_is_le
         "walls": [1.0, wall],
         "callbacks": {"timer": {"wall": wall}},
     }
-    source, said = save(script(state=saved), "torch", tmp_path), []
-    if form == "resharded":
-        said = [name for name, _ in reshard(source, f"{tmp_path}/resharded", world_size=1).plan.leftovers]
-        source = f"{tmp_path}/resharded"
-    report = load(plain(), source, tmp_path)
+    report, left_out = _load(plain(), script(state=saved), form, tmp_path)
     assert report.extra["state"] == rest
-    lost = ("timestamp.wall", "runs.0.wall", "walls", "callbacks")
-    assert (said or _not_restored(report)) == [f"state.{name}" for name in lost]
+    assert left_out == [f"state.{name}" for name in ("timestamp.wall", "runs.0.wall", "walls", "callbacks")]
+
+
+@TORCH_OR_RESHARDED
+def test_an_optimizer_is_restored_without_the_setting_that_cannot_be_loaded(form, tmp_path):
+    state = plain()
+    state.optimizer = torch.optim.AdamW(state.model.parameters(), lr=0.25)
+    saved = script(optimizer=state.optimizer.state_dict())
+    saved["optimizer"]["param_groups"][0] |= {"lr": 0.5, "warmup": datetime.timedelta(seconds=3)}
+    _, left_out = _load(state, saved, form, tmp_path)
+    assert state.optimizer.param_groups[0]["lr"] == 0.5
+    assert left_out == ["optimizer.param_groups.0.warmup"]
 
 
 @pytest.mark.parametrize(
