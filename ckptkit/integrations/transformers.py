@@ -232,15 +232,19 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers
 
     def _load(self, path: Any) -> None:
         """Restore model, optimizer, scheduler and random state, once the Trainer has created them."""
+        trainer = self._trainer
         try:
             self.loaded = self._managed().load(self._state())
         except CheckpointMismatchError as error:
-            if not self._trainer.args.save_only_model:
+            if trainer.state.global_step >= trainer.state.max_steps:  # no step is left, so only the model is needed
+                self.loaded = self._managed().load(TrainState(model=trainer.model, rng=False))
+            elif trainer.args.save_only_model:
+                raise CheckpointMismatchError(
+                    f"{error} Checkpoints saved with save_only_model=True have no optimizer, so training cannot "
+                    "continue from them. To train anew, pass another url to CheckpointCallback."
+                ) from error
+            else:
                 raise
-            raise CheckpointMismatchError(
-                f"{error} Checkpoints saved with save_only_model=True have no optimizer, so training cannot continue "
-                "from them. To train anew, pass another url to CheckpointCallback."
-            ) from error
         self._random = capture_rng()
         self._find_best()  # the Trainer forgets checkpoints that it does not find on disk
 

@@ -215,12 +215,16 @@ def test_the_best_checkpoint_may_be_one_that_a_trainer_saved(tmp_path, place, la
     assert trainer.args.save_total_limit == 1 and Path(best).exists()
 
 
-def test_save_only_model_saves_no_optimizer(tmp_path):
-    trained(tmp_path, integration.CheckpointCallback(tmp_path / "run", save_steps=8), save_only_model=True)
+def test_save_only_model_saves_no_optimizer_and_a_finished_run_is_only_exported(tmp_path):
+    old = trained(tmp_path, integration.CheckpointCallback(tmp_path / "run", save_steps=8), save_only_model=True)
     assert not [key for key in open_checkpoint(str(tmp_path / "run")) if key.startswith(("optimizer", "rng"))]
     for only_model, said in [(False, "optimizer"), (True, "save_only_model=True have no optimizer")]:
+        callback = integration.CheckpointCallback(tmp_path / "run", export=tmp_path / f"export-{only_model}")
+        assert same_weights(trained(tmp_path, callback, save_only_model=only_model).model, old.model)
+        assert Path(callback.export, "model.safetensors").exists()
         with pytest.raises(CheckpointMismatchError, match=said):
-            trained(tmp_path, integration.CheckpointCallback(tmp_path / "run"), save_only_model=only_model)
+            callback = integration.CheckpointCallback(tmp_path / "run")
+            trained(tmp_path, callback, save_only_model=only_model, max_steps=9)
 
 
 def test_what_the_callback_cannot_do_is_refused(tmp_path):
