@@ -126,8 +126,11 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers
                 stack.callback(setattr, trainer.args, "save_total_limit", trainer.args.save_total_limit)
                 report = self._managed().load(TrainState(rng=False)) if ours else None
                 if report is not None:
-                    write = partial(_write_trainer_state, report, stack)
-                    resume_from_checkpoint = self._ours = self._managed().run_on_all(write, "resuming")
+                    find = partial(_to_resume_from, report, stack)
+                    resume_from_checkpoint = self._managed().run_on_all(find, "resuming")
+                    self._ours = resume_from_checkpoint
+                    if resume_from_checkpoint == report.url:
+                        self._ours, self.loaded = None, report  # the Trainer itself loads the checkpoint
                 return train(resume_from_checkpoint, trial, *arguments, **named)
 
         def unless_done(*arguments: Any, **named: Any) -> None:
@@ -299,14 +302,20 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers
         return self._manager
 
 
-def _write_trainer_state(report: LoadReport, stack: contextlib.ExitStack) -> str:
-    """Write the file that the Trainer reads first. Return the file's directory, which `stack` removes at its end."""
+def _to_resume_from(report: LoadReport, stack: contextlib.ExitStack) -> str:
+    """Return the directory to pass to `train`: a new one with the file that the Trainer reads first.
+
+    `stack` removes it at its end. If the Trainer saved only the adapter of a PEFT model, returns the checkpoint itself:
+    the base model's weights are not in it, and PEFT loads the adapter.
+    """
     state = report.extra.get("trainer", report.extra.get("trainer_state"))  # from ckptkit's checkpoint or the Trainer's
     if state is None:
         raise UsageError(
             f"{report.url} is not a checkpoint of a Trainer: it has no trainer_state.json. To start a new run, give "
             "CheckpointCallback another url."
         )
+    if "trainer" not in report.extra and any(Path(report.url).glob("adapter_model.*")):
+        return report.url
     folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="ckptkit-"))
     path = Path(folder) / "trainer_state.json"
     path.write_text(json.dumps(state, allow_nan=True), encoding="utf-8")

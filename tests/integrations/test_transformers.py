@@ -216,15 +216,17 @@ def test_the_best_checkpoint_may_be_one_that_a_trainer_saved(tmp_path, place, la
 
 
 def test_save_only_model_saves_no_optimizer_and_a_finished_run_is_only_exported(tmp_path):
-    old = trained(tmp_path, integration.CheckpointCallback(tmp_path / "run", save_steps=8), save_only_model=True)
+    first = integration.CheckpointCallback(tmp_path / "run", save_steps=2)
+    old = trained(tmp_path, first, save_only_model=True, max_steps=2)
     assert not [key for key in open_checkpoint(str(tmp_path / "run")) if key.startswith(("optimizer", "rng"))]
     for only_model, said in [(False, "optimizer"), (True, "save_only_model=True have no optimizer")]:
         callback = integration.CheckpointCallback(tmp_path / "run", export=tmp_path / f"export-{only_model}")
-        assert same_weights(trained(tmp_path, callback, save_only_model=only_model).model, old.model)
+        again = trained(tmp_path, callback, save_only_model=only_model, max_steps=2)
+        assert same_weights(again.model, old.model)
         assert Path(callback.export, "model.safetensors").exists()
         with pytest.raises(CheckpointMismatchError, match=said):
             callback = integration.CheckpointCallback(tmp_path / "run")
-            trained(tmp_path, callback, save_only_model=only_model, max_steps=9)
+            trained(tmp_path, callback, save_only_model=only_model, max_steps=3)
 
 
 def test_what_the_callback_cannot_do_is_refused(tmp_path):
@@ -272,11 +274,18 @@ def test_a_callback_without_attach_or_with_another_trainer_is_an_error(tmp_path)
         trainer.train()
 
 
-def test_checkpoints_written_by_a_trainer_are_resumed_from(tmp_path):
-    straight = trained(tmp_path / "old", None, save_strategy="steps", save_steps=4, weight_decay=0.1)
+def adapted() -> Any:
+    peft = pytest.importorskip("peft")
+    config = peft.LoHaConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"], module_dropout=0.1)
+    return peft.get_peft_model(llama(tie_word_embeddings=False), config)
+
+
+@pytest.mark.parametrize("build", [llama, adapted])
+def test_checkpoints_written_by_a_trainer_are_resumed_from(tmp_path, build):
+    straight = trained(tmp_path / "old", None, build(), save_strategy="steps", save_steps=4, weight_decay=0.1)
     shutil.rmtree(tmp_path / "old" / "out" / "checkpoint-8")
     callback = integration.CheckpointCallback(tmp_path / "old" / "out", save_steps=100)
-    resumed = trained(tmp_path, callback, weight_decay=0.1)
+    resumed = trained(tmp_path, callback, build(), weight_decay=0.1)
     assert callback.loaded.step == 4
     assert resumed.state.global_step == 8
     assert same_weights(straight.model, resumed.model)
