@@ -14,7 +14,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 
 from ckptkit.catalog.entry import Catalog, Role, TensorEntry
@@ -111,6 +111,30 @@ def _place(entry: TensorEntry) -> tuple[tuple[str, int, int], ...]:
     if len(slices) > 4096:
         return ((entry.name, -1, len(slices)),)
     return tuple((row.path, row.start, row.nbytes) for row in slices)
+
+
+# --- tied weights
+
+
+def tied_entries(catalog: Catalog) -> dict[str, TensorEntry]:
+    """Return the names of tied weights that a FULL or LOCAL checkpoint records, but does not store.
+
+    Each name has the entry of the weight that is stored, with the FQN of the name.
+    """
+    found = {}
+    tables = catalog.info.extra.get("aliases", {})
+    for section, table in tables.items() if isinstance(tables, Mapping) else ():
+        for fqn, holder in table.items() if isinstance(table, Mapping) else ():
+            entry, name = catalog.tensors.get(f"{section}.{holder}"), f"{section}.{fqn}"
+            if entry is not None and name not in catalog.tensors:
+                found[name] = replace(entry, fqn=entry.fqn.removesuffix(str(holder)) + fqn)
+    return found
+
+
+def with_tied_names(catalog: Catalog) -> Catalog:
+    """Return the catalog with each tied weight under all its names, as a SHARDED checkpoint stores it."""
+    found = {name: replace(entry, name=name, key=()) for name, entry in tied_entries(catalog).items()}
+    return replace(catalog, tensors={**catalog.tensors, **found}) if found else catalog
 
 
 # --- moving averages

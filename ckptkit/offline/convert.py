@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from ckptkit.arguments import Location, check_int, globs, location
 from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.catalog.dtypes import export_dtype
-from ckptkit.catalog.entry import Catalog, Role
+from ckptkit.catalog.entry import Role
 from ckptkit.errors import CheckpointNotFoundError, UnsupportedFormatError, UsageError
+from ckptkit.formats.models import with_tied_names
 from ckptkit.formats.options import ReadOptions
 from ckptkit.gc_pause import collector_paused
 from ckptkit.offline.conversion import ConvertReport, How, conclude
@@ -148,6 +149,7 @@ def convert(  # noqa: PLR0913 - one argument per option
     output.check(max_memory, max_shard_size)
     reading = ReadOptions(layout=layout, base=base, strip_prefix=strip_prefix, allow_pickle=allow_pickle)
     source = open_pinned(src, storage_options=there, options=reading, together=not dry_run, inner="weights")
+    source = replace(source, catalog=with_tied_names(source.catalog))
     vocabulary = None
     if vocab_size is not None or new_rows is not None:
         from ckptkit.offline.vocabulary import VocabSize
@@ -195,7 +197,7 @@ def _with_base(
             "contain the original ones. If it contains the changed ones, remove that setting from a copy of "
             "adapter_config.json and pass it with --adapter-config; otherwise merge with PEFT."
         )
-    weights = choose_weights(base.catalog, options.weights, dtype=options.dtype)
+    weights = choose_weights(with_tied_names(base.catalog), options.weights, dtype=options.dtype)
     # The adapter contains the modules that PEFT trained in full (modules_to_save, biases) under the base model's names.
     trained = {base_name(name) for name in adapter}
     kept = [replace(entry, fqn=name, role=Role.MODEL) for name, entry in weights.entries.items() if name not in trained]
@@ -379,24 +381,10 @@ def _notes(source: Source, export: HFExport, plan: Plan) -> tuple[str, ...]:
     notes = [item.note for item in source.checkpoints if item.note]
     notes += [note for item in source.checkpoints for note in item.catalog.info.notes]
     notes += plan.notes
-    written = {name for tensor in export.tensors for name in tensor.sources}
-    written |= {name.partition(":")[2].strip() for name in written if source.joined}  # "source 1: NAME" means NAME
-    tied = list(dict.fromkeys(pair for item in source.checkpoints for pair in _tied(item.catalog, written)))
-    if tied:
-        notes.append(f"tied in the source, and written under one name only: {first_few(tied, 3)}")
     if plan.leftovers:
         counts = (f"{len(names)} ({reason}{_groups(names, reason)})" for reason, names in plan.left_over().items())
         notes.append(f"tensors skipped: {', '.join(counts)}")
     return tuple(dict.fromkeys(notes))
-
-
-def _tied(catalog: Catalog, written: Collection[str]) -> Iterator[str]:
-    """Yield "A is B" for each written tensor A that the source stores only under the name B."""
-    tables = catalog.info.extra.get("aliases", {})
-    for section, table in tables.items() if isinstance(tables, Mapping) else ():
-        for name, holder in table.items() if isinstance(table, Mapping) else ():
-            if f"{section}.{holder}" in written:
-                yield f"{name} is {holder}"
 
 
 def _groups(names: Sequence[str], reason: str) -> str:

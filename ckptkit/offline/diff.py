@@ -26,9 +26,12 @@ from ckptkit.errors import CkptkitError, IncompleteCheckpointError, UsageError, 
 from ckptkit.formats.dcp.class_records import recipes_of
 from ckptkit.formats.dcp.subclasses import SEPARATOR, SUBCLASSES, Recipe, describe, outer_name, same_recipe
 from ckptkit.formats.detect import Source
+from ckptkit.formats.models import tied_entries
 from ckptkit.formats.pickles.objects import Inert, TensorValue, read_object
 from ckptkit.formats.sources import EntryMap, Origins, SourceReader
 from ckptkit.gc_pause import collector_paused
+from ckptkit.offline.export.base import beside_source
+from ckptkit.offline.export.tied import config_ties, tied_pairs
 from ckptkit.offline.reading import open_pinned, reads_checkpoints, records_of
 from ckptkit.offline.report import plain
 from ckptkit.offline.verify import file_problems
@@ -452,16 +455,16 @@ def _random_state(name: str, entry: TensorEntry | ObjectEntry) -> str:
 def _with_tied(side: _Side, other: _Side) -> dict[str, TensorEntry]:
     """Return the tensors of `side`. Each tensor is returned under all names that it has in `other`.
 
-    FULL and LOCAL checkpoints store tied tensors only once, under one name.
+    FULL and LOCAL checkpoints store tied tensors only once, under one name. Hugging Face models have no head if their
+    config ties it to the embedding.
     """
-    found, catalog = dict(side.tensors), side.source.catalog
-    tables = catalog.info.extra.get("aliases", {})
-    for section, table in tables.items() if isinstance(tables, Mapping) else ():
-        for fqn, holder in table.items() if isinstance(table, Mapping) else ():
-            entry = catalog.tensors.get(f"{section}.{holder}")
-            name = entry.fqn.removesuffix(str(holder)) + fqn if entry is not None else ""
-            if entry is not None and name in other.tensors and name not in found:
-                found[name] = replace(entry, fqn=name)
+    recorded = {entry.fqn: entry for entry in tied_entries(side.source.catalog).values()}
+    found = dict(side.tensors) | {n: e for n, e in recorded.items() if n in other.tensors and n not in side.tensors}
+    shapes = {name: entry.shape for name, entry in other.tensors.items() if entry.role is Role.MODEL}
+    pairs = [(head, kept) for head, kept in tied_pairs(shapes) if head not in found and kept in found]
+    config = beside_source(side.source.store, side.source.catalog).config if pairs else None
+    if config and config_ties(config) is not False:
+        found |= {head: replace(found[kept], fqn=head) for head, kept in pairs}
     return found
 
 

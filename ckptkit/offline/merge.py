@@ -29,6 +29,7 @@ from ckptkit.errors import (
 )
 from ckptkit.formats.dcp.class_records import recipes_of
 from ckptkit.formats.dcp.subclasses import outer_name
+from ckptkit.formats.models import with_tied_names
 from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.own.record import step_of_name
 from ckptkit.offline.conversion import ConvertReport, How
@@ -133,7 +134,8 @@ def merge(  # noqa: PLR0913 - one argument an option
     urls = _of_run(given, last, steps, there)
     factors = weights_of(weights, len(urls))
     reading = ReadOptions(base=base, strip_prefix=strip_prefix)
-    opened = _opened(urls, partial(open_pinned, storage_options=there, options=reading, together=not dry_run))
+    found = _opened(urls, partial(open_pinned, storage_options=there, options=reading, together=not dry_run))
+    opened = [replace(source, catalog=with_tied_names(source.catalog)) for source in found]
     options = ExportOptions(
         dtype, "bf16", take, key_map_of(key_map), strip_prefix, globs("include", include), globs("exclude", exclude),
         strict=not dry_run,

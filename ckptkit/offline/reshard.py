@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptkit.arguments import Location, location
 from ckptkit.errors import CkptkitError, UsageError
-from ckptkit.formats.models import with_trained_weights
+from ckptkit.formats.models import with_tied_names, with_trained_weights
 from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.own.record import CommitRecord, check_tag, find_record, step_name, step_of_name
 from ckptkit.formats.training_state import saved_step
@@ -106,7 +106,8 @@ def reshard(  # noqa: PLR0913 - one argument per option
     how = How(workers, memory, check, verify, dry_run, overwrite, there, here, progress)
     reading = ReadOptions(layout=layout, allow_pickle=allow_pickle)
     source = open_pinned(src, storage_options=there, options=reading, together=not dry_run, inner="all")
-    source = replace(source, catalog=with_trained_weights(source.catalog))
+    catalog = with_trained_weights(source.catalog)
+    source = replace(source, catalog=with_tied_names(catalog) if type == "sharded" else catalog)
     refuse_partial(source.store, source.catalog)
     check_source_files(source.store, source.catalog.tensors.values())
     place = open_target(dst, source=source.url, single_file=False, overwrite=overwrite, storage_options=here)

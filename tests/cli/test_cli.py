@@ -152,17 +152,19 @@ def saved(root: Path, kind: str) -> Path:
     return root
 
 
-@pytest.mark.parametrize("kind", ["full", "local"])
-@pytest.mark.parametrize("line", [*(f"convert --to {to}" for to in ("dcp", "torch", "local", "hf")), "merge --last 2"])
-def test_a_result_names_the_tied_tensors_that_it_lacks(kind, line, tmp_path):
-    command, *options = line.split()
-    said = ran(command, saved(tmp_path / "RUN", kind), tmp_path / "out", *options)
-    assert "written under one name only: head.weight is embed.weight" in said
-
-
-def test_convert_does_not_name_a_tied_tensor_whose_holder_is_excluded(tmp_path):
-    source = saved(tmp_path / "RUN", "full")
-    assert "tied in the source" not in run("convert", source, tmp_path / "out", "--include", "nothing*").output
+@pytest.mark.parametrize("kind", ["full", "local", "sharded"])
+@pytest.mark.parametrize("line", [
+    *(f"convert RUN out --to {to}" for to in ("dcp", "torch", "local", "hf")), "merge RUN out --last 2",
+    "merge RUN/step_00000001 other out",
+])  # fmt: skip
+def test_a_result_has_each_tied_tensor_under_all_its_names_unless_excluded(kind, line, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    saved(tmp_path / "RUN", kind)
+    saved(tmp_path / "other", "sharded")
+    for out, excluded, kept in (("a", "nothing", ["embed", "head"]), ("b", "embed*", ["head"]), ("c", "h*", ["embed"])):
+        ran(*(out if word == "out" else word for word in line.split()), "--exclude", excluded, "--verify")
+        found = document("inspect", out, "--tensors", "*")["tensors"]
+        assert sorted(tensor["fqn"] for tensor in found) == [f"{name}.weight" for name in kept]
 
 
 @pytest.mark.parametrize(

@@ -265,6 +265,15 @@ def test_the_same_state_is_equal_in_every_checkpoint_type(tmp_path, kind):
     assert diff(*reversed(urls)).equal
 
 
+def test_a_head_is_compared_with_the_embedding_to_which_the_config_of_its_export_ties_it(zoo, tmp_path):
+    source, out = str(zoo / "verl_fsdp2_w2"), tmp_path / "out"
+    convert(source, str(out))
+    for urls in ((source, str(out)), (str(out), source)):
+        assert (report := diff(*urls)).same_weights == report.weights == 21 and not report.differs
+    (out / "config.json").write_text('{"tie_word_embeddings": false}')
+    assert diff(source, str(out)).only_a == ("lm_head.weight",)
+
+
 @pytest.mark.parametrize("truncated", [False, True])
 def test_a_checkpoint_that_lacks_a_file_is_not_equal_by_its_digests(tmp_path, truncated):
     (url,) = tied_runs(tmp_path, sharded=None)
