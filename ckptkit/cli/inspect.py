@@ -73,8 +73,9 @@ def _lines(report: InspectReport) -> list[str]:
         facts.append(counted(report.world_size, "rank"))
     if report.mesh:
         facts.append("mesh " + " x ".join(f"{name}={size}" for name, size in report.mesh.items()))
-    total = sum(report.files.values())
-    facts.append(counted(len(report.files), "file") + (f", {format_size(total)}" if total > 0 else ""))
+    known = [size for size in report.files.values() if size >= 0]
+    unknown = f" and {len(report.files) - len(known)} of unknown size" if len(known) < len(report.files) else ""
+    facts.append(counted(len(report.files), "file") + (f", {format_size(sum(known))}{unknown}" if known else ""))
     notes = [f"  {report.note}"] if report.note and not is_quiet() else []
     lines = [report.url, *notes, "  " + " · ".join(facts), ""]
     for section in report.sections:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import re
 from collections import defaultdict
@@ -14,13 +13,12 @@ from ckptkit.errors import (
     CkptkitError,
     CorruptCheckpointError,
     IncompleteCheckpointError,
-    UnsafePathError,
     UnsafePickleError,
     command_line,
 )
 from ckptkit.formats.hf.side_files import is_side_file
 from ckptkit.formats.pickles.objects import read_object
-from ckptkit.formats.pickles.zip import file_size
+from ckptkit.formats.pickles.zip import sizes_in
 
 if TYPE_CHECKING:
     from ckptkit.storage.store import Store
@@ -128,19 +126,8 @@ def _files(store: Store, catalog: Catalog) -> dict[str, int]:
 
 def file_sizes(store: Store, folders: Iterable[str]) -> dict[str, int]:
     """Return the sizes of all files in `folders`. A link that the store follows has its target's size."""
-    found = {}
-    for item in (item for folder in sorted(folders) for item in store.list(folder)):
-        if item.kind == "file":
-            found[item.path] = item.size
-        elif item.kind == "symlink":
-            try:
-                found[item.path] = file_size(store, item.path)
-            except (FileNotFoundError, UnsafePathError, CorruptCheckpointError):
-                continue
-            except OSError as error:
-                if error.errno != errno.ELOOP:
-                    raise
-    return found
+    sizes = (pair for folder in sorted(folders) for pair in sizes_in(store, folder).items())
+    return {path: size for path, size in sizes if size >= 0}
 
 
 def _missing_ranks(files: Mapping[str, int], world_size: int) -> list[str]:

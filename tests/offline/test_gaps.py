@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from pathlib import Path
 
 import pytest
 
-from ckptkit import reshard, verify
+from ckptkit import diff, reshard, verify
 from ckptkit.errors import CheckpointNotFoundError, CkptkitError, IncompleteCheckpointError
 from ckptkit.formats.detect import open_source
+from tests.cli.commands import ran
 from tests.offline.folders import refused
 
 ONLY = {  # the remaining files of the checkpoint
@@ -110,14 +112,22 @@ def test_an_unrecorded_number_of_ranks_is_reported_as_not_proved(zoo, tmp_path):
     assert "how many ranks" in verify(str(copy)).summary()
 
 
-def test_a_rank_file_behind_a_link_is_not_missing(zoo, tmp_path):
-    copy = _copy(zoo / "verl_fsdp2_w2", tmp_path / "verl")
-    for path in [*copy.rglob("model_*.pt"), *copy.rglob("optim_*.pt")]:
-        path.rename(path.with_suffix(".target"))
-        path.symlink_to(path.with_suffix(".target").name)
-    (path.parent / "loop").symlink_to("loop")
+@pytest.mark.parametrize(("name", "step"), [
+    ("verl_fsdp2_w2", "global_step_4/actor"), ("lightrft_naive_optim_w2", "global_step6"),
+    ("hf_trainer_fsdp2_sharded_w2", "out/checkpoint-2"), ("megatron_torch_dist_emulated", "iter_0000010"),
+])  # fmt: skip
+def test_files_behind_links_are_neither_missing_nor_left_out(zoo, tmp_path, name, step):
+    copy = _copy(zoo / name, tmp_path / name) / step
+    for path in [path for path in copy.rglob("*") if path.is_file()]:
+        (path.parent / ".targets").mkdir(exist_ok=True)
+        path.rename(path.parent / ".targets" / path.name)
+        path.symlink_to(f".targets/{path.name}")
+    (copy / "loop").symlink_to("loop")
     assert _found(copy) == ""
+    assert diff(str(copy), str(zoo / name / step)).equal
     assert reshard(str(copy), str(tmp_path / "new"), world_size=3, verify=True).verified
+    shown = ran("inspect", copy)
+    assert "-" not in re.findall(r"files, (-|\d)", shown) and ("unknown size" in shown) == ("actor" not in step)
 
 
 def test_an_optimizer_without_a_model_can_be_opened_by_name(zoo):

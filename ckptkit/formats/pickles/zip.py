@@ -6,6 +6,7 @@ file. Any other kind of zip is refused.
 
 from __future__ import annotations
 
+import errno
 import re
 import struct
 from collections.abc import Callable, Sequence
@@ -13,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from ckptkit.digests import crc32
-from ckptkit.errors import CorruptCheckpointError, UnsupportedFormatError
+from ckptkit.errors import CorruptCheckpointError, UnsafePathError, UnsupportedFormatError
 from ckptkit.formats.pickles.inert import StorageType
 from ckptkit.formats.pickles.tensors import Storage, TensorRebuilder, known_dtype
 from ckptkit.formats.pickles.walk import MAX_PICKLE_BYTES, Unknown, loads
@@ -93,6 +94,20 @@ def file_size(store: Store, path: str) -> int:
         else:
             high = middle
     return low
+
+
+def sizes_in(store: Store, folder: str = "") -> dict[str, int]:
+    """Return the size of each file in a folder. A link has its target's size, or -1 if the store does not follow it."""
+    found = {item.path: item.size for item in store.list(folder) if item.kind in ("file", "symlink")}
+    for path in (path for path, size in found.items() if size < 0):
+        try:
+            found[path] = file_size(store, path)
+        except (FileNotFoundError, UnsafePathError, CorruptCheckpointError):
+            continue
+        except OSError as error:
+            if error.errno != errno.ELOOP:
+                raise
+    return found
 
 
 def _find_directory(tail: bytes, nbytes: int, file: str) -> tuple[int, int, int]:

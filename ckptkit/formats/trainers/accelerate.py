@@ -20,6 +20,7 @@ from ckptkit.formats.dcp import catalog
 from ckptkit.formats.hf.side_files import find_side_files, read_json
 from ckptkit.formats.models import numbered
 from ckptkit.formats.options import DEFAULTS, ReadOptions
+from ckptkit.formats.pickles.zip import sizes_in
 from ckptkit.formats.state_names import ACCELERATE_MODEL
 from ckptkit.formats.trainers import fsdp1_local
 from ckptkit.formats.trainers.merge import assembled, open_part, recorded_step, renamed, state_files
@@ -38,7 +39,7 @@ def open_catalog(store: Store, *, options: ReadOptions = DEFAULTS) -> Catalog:
     if not models:
         raise CheckpointNotFoundError(f"{store.url} has nothing named pytorch_model_fsdp* or pytorch_model_<i>.")
     optimizers = _by_index(listing, _OPTIMIZER)
-    sizes = {path: item.size for path, item in listing.items() if item.kind == "file"}
+    sizes = sizes_in(store)
     parts = []
     for index, names in models.items():
         found = _open_one(store, names, optimizers.get(index, []), sizes, options)

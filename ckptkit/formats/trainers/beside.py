@@ -11,6 +11,7 @@ from ckptkit.errors import UNREADABLE
 from ckptkit.formats.hf import safetensors
 from ckptkit.formats.models import numbered
 from ckptkit.formats.options import ReadOptions
+from ckptkit.formats.pickles.zip import sizes_in
 from ckptkit.formats.state_names import ACCELERATE_FILE, MODEL_FILE, OPTIMIZER_FILE, WEIGHTS_NAMES
 from ckptkit.formats.torch_save import MODEL_FILES, may_hold_model, open_file, torch_files
 from ckptkit.formats.trainers.merge import assembled, renamed, state_files
@@ -33,7 +34,7 @@ def with_files_beside(catalog: Catalog, store: Store) -> Catalog:
         return catalog
     if catalog.has(Role.OPTIMIZER):
         return catalog
-    files = {item.path: item.size for item in store.list() if item.kind == "file"}
+    files = sizes_in(store)
     parts = [catalog]
     models = {int(match[1]): name for name in files if (match := MODEL_FILE.fullmatch(name))}
     optimizers = [(int(match[1] or 0), name) for name in files if (match := OPTIMIZER_FILE.fullmatch(name))]

@@ -19,6 +19,7 @@ from ckptkit.formats.options import DEFAULTS, ReadOptions
 from ckptkit.formats.pickles.inert import Record
 from ckptkit.formats.pickles.objects import plain
 from ckptkit.formats.pickles.walk import loads
+from ckptkit.formats.pickles.zip import sizes_in
 from ckptkit.formats.trainers.merge import assembled, open_part, renamed
 from ckptkit.formats.trainers.optimizer_files import (
     OptimizerState,
@@ -40,7 +41,7 @@ _OBJECTS = {"client_state": "client_state.pt", "scheduler": "scheduler_state.pt"
 def open_catalog(store: Store, *, options: ReadOptions = DEFAULTS) -> Catalog:
     """Read the model's DCP and, if there is an optimizer, its DCP or rank files."""
     model = catalog.open_catalog(store, options=options)
-    below = {item.path: item.size for item in store.list(OPTIMIZER_DIRECTORY)}
+    below = sizes_in(store, OPTIMIZER_DIRECTORY)
     parts = [model]
     if f"{OPTIMIZER_DIRECTORY}/{catalog.METADATA}" in below:
         parts.append(renamed(open_part(catalog.open_catalog, store, OPTIMIZER_DIRECTORY, options), "optimizer"))

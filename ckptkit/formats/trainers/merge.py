@@ -10,6 +10,7 @@ from ckptkit.catalog.entry import Catalog, CatalogInfo, ObjectEntry, TensorEntry
 from ckptkit.errors import CkptkitError, CorruptCheckpointError
 from ckptkit.formats.hf.side_files import read_json
 from ckptkit.formats.options import ReadOptions
+from ckptkit.formats.pickles.zip import sizes_in
 from ckptkit.formats.state_names import STATE_FILE
 from ckptkit.storage import Store
 
@@ -59,13 +60,15 @@ def assembled(store: Store, parts: Sequence[Catalog], info: CatalogInfo, files: 
     Raises:
         CorruptCheckpointError: A name occurs in two parts.
     """
-    sizes = {item.path: item.size for item in store.list() if item.kind == "file"}
+    sizes = sizes_in(store)
     found = {
-        name: ObjectEntry(name, path, 0, sizes[path], encoding="json" if path.endswith(".json") else "torch_save")
+        name: ObjectEntry(
+            name, path, 0, max(0, sizes[path]), encoding="json" if path.endswith(".json") else "torch_save"
+        )
         for name, path in files.items()
         if path in sizes
     }
-    info = replace(info, files={**info.files, **{item.path: item.nbytes for item in found.values()}})
+    info = replace(info, files={**info.files, **{item.path: sizes[item.path] for item in found.values()}})
     parts = [*parts, Catalog({}, found, info)]
     tensors: dict[str, TensorEntry] = {}
     objects: dict[str, ObjectEntry] = {}

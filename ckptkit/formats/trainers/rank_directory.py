@@ -18,6 +18,7 @@ from ckptkit.formats.hf.side_files import file_names, find_side_files
 from ckptkit.formats.options import DEFAULTS, ReadOptions
 from ckptkit.formats.pickles.objects import plain
 from ckptkit.formats.pickles.tensors import DTensorRecord, ShardedTensorRecord, StoredTensor, is_tensor
+from ckptkit.formats.pickles.zip import sizes_in
 from ckptkit.formats.state_names import MODEL_KEYS, OPTIMIZER_KEY, STEPS
 from ckptkit.formats.torch_save import begins_like_torch, may_hold_model, open_file, read_torch_file
 from ckptkit.formats.trainers import fsdp1_local
@@ -125,9 +126,8 @@ def open_catalog(store: Store, *, options: ReadOptions = DEFAULTS) -> Catalog:
     Raises:
         IncompleteCheckpointError: A rank's file is missing. The message names the file.
     """
-    listing = store.list()
-    sizes = {item.path: item.size for item in listing}
-    groups = _rank_files(store, file_names(listing))
+    sizes = sizes_in(store)
+    groups = _rank_files(store, file_names(store.list()))
     of_model = _of_model(groups)
     if of_model is None:
         raise CheckpointNotFoundError(f"{store.url} has no files whose names differ only in the rank.")

@@ -13,6 +13,7 @@ from ckptkit.catalog.entry import Catalog, CatalogInfo, ObjectEntry
 from ckptkit.errors import CheckpointNotFoundError, CorruptCheckpointError, IncompleteCheckpointError
 from ckptkit.formats.hf.side_files import file_names, find_side_files, read_json
 from ckptkit.formats.options import DEFAULTS, ReadOptions
+from ckptkit.formats.pickles.zip import sizes_in
 from ckptkit.formats.trainers.optimizer_files import OptimizerState, read_optimizer
 from ckptkit.formats.trainers.rank_files import RankFiles, RankModel, join_model
 from ckptkit.storage import Store
@@ -23,7 +24,7 @@ _ADAPTERS = ("lora_train_meta.json", "lora_adapter/adapter_config.json")
 
 def open_catalog(store: Store, *, options: ReadOptions = DEFAULTS) -> Catalog:
     """Return the catalog of verl's rank files at the store's root. Reads no tensor bytes."""
-    sizes = {entry.path: entry.size for entry in store.list()}
+    sizes = sizes_in(store)
     files = file_names(store.list())
     world_size = _world_size(store, files)
     of_model, of_optimizer, of_extra = (
@@ -48,7 +49,9 @@ def open_catalog(store: Store, *, options: ReadOptions = DEFAULTS) -> Catalog:
         extra={} if lora is None else {"lora": lora},
     )
     objects = {
-        f"extra_state.{rank}": ObjectEntry(f"extra_state.{rank}", path, 0, sizes[path], key=("extra_state", rank))
+        f"extra_state.{rank}": ObjectEntry(
+            f"extra_state.{rank}", path, 0, max(0, sizes[path]), key=("extra_state", rank)
+        )
         for rank, path in sorted(of_extra.names.items())
     }
     side = find_side_files(store, "huggingface")
