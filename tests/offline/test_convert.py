@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 
 from ckptkit import convert, verify
 from ckptkit.errors import (
+    CheckpointMismatchError,
     CorruptCheckpointError,
     IntegrityError,
     RankFailedError,
@@ -295,3 +296,23 @@ def test_a_config_next_to_a_plain_dcp_chooses_the_map(tmp_path):
 
 def fqns_of(folder: Path) -> set[str]:
     return {entry.fqn or entry.name for entry in open_source(str(folder)).catalog.tensors.values()}
+
+
+@pytest.mark.parametrize("options", [{"weights": "master"}, {"dtype": "fp32"}])
+def test_masters_that_an_optimizer_numbers_are_exported_if_order_and_shapes_prove_which_is_which(tmp_path, options):
+    masters = {"a.weight": torch.randn(3, 2), "a.bias": torch.randn(3), "b.weight": torch.randn(2, 3)}
+    states = {i: {"exp_avg": torch.zeros_like(t), "master": t} for i, t in enumerate(masters.values())}
+    model = {name: tensor.bfloat16() for name, tensor in masters.items()}
+    optimizer = {"state": states, "param_groups": [{"lr": 0.1, "params": [0, 1, 2]}]}
+    torch.save({"model": model, "optimizer": optimizer}, tmp_path / "all.pt")
+    assert_same(converted(tmp_path / "all.pt", tmp_path / "out", **options).tensors, masters)
+    optimizer["param_groups"] = [{"lr": 0.1, "params": [0]}, {"lr": 0.2, "params": [1]}]
+    model["c.weight"] = torch.ones(3, 2, dtype=torch.bfloat16)
+    del states[2]
+    torch.save({"model": model, "optimizer": optimizer}, tmp_path / "some.pt")
+    if "dtype" in options:
+        found = converted(tmp_path / "some.pt", tmp_path / "out2", **options)
+        assert_same(found.tensors, {name: tensor.float() for name, tensor in model.items()})
+        assert any("fp32 masters are not used: their optimizer numbers" in note for note in found.report.notes)
+    else:
+        refused(CheckpointMismatchError, "do not prove which", convert, tmp_path / "some.pt", tmp_path / "x", **options)

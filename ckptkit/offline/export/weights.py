@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 from collections import Counter
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from ckptkit.catalog.dtypes import export_dtype
@@ -20,11 +20,14 @@ from ckptkit.keymaps.wrappers import strip_infixes, strip_prefix
 from ckptkit.units import counted, first_few
 
 if TYPE_CHECKING:
+    from ckptkit.formats.detect import Source
     from ckptkit.keymaps.keymap import NameMap
     from ckptkit.offline.vocabulary import VocabSize
 
 
 _EXTRA_STATE = "_extra_state"  # what a module's get_extra_state returned; in TransformerEngine, a tensor
+
+_NAMELESS = "their optimizer numbers its parameters, and order and shapes do not prove which is which"
 
 # --- the options of an export
 
@@ -286,7 +289,8 @@ def choose_weights(
     if weights == "model" or (weights == "auto" and model and not _rounded(catalog, dtype)):
         if not model:
             raise CheckpointNotFoundError(f"the checkpoint contains no model weights: {_roles(catalog)}.")
-        return Weights(model, "model")
+        lossy = weights == "auto" and dtype != "keep" and any(map(_is_nameless, catalog.tensors.values()))
+        return Weights(model, "model", (f"the fp32 masters are not used: {_NAMELESS}",) if lossy else ())
     masters = masters_of(catalog)
     if not masters:
         what = "no fp32 masters" if weights == "master" else "neither model weights nor fp32 masters"
@@ -297,9 +301,11 @@ def choose_weights(
     strange = [name for name in masters if name not in model]
     shapes = [n for n, e in masters.items() if n in model and model[n].shape != e.shape]
     if strange or shapes:
+        why = f"\n{_NAMELESS}." if any(map(_is_nameless, masters.values())) else ""
         raise CheckpointMismatchError(
             "the fp32 masters do not match the model weights:\n  "
             + "\n  ".join([f"no model weight: {n}" for n in strange] + [f"another shape: {n}" for n in shapes])
+            + why
         )
     chosen = {name: masters.get(name, entry) for name, entry in model.items()}
     alone = [name for name, entry in chosen.items() if entry.role is Role.MODEL]
@@ -312,6 +318,33 @@ def choose_weights(
         else []
     )
     return Weights(chosen, "master", tuple(notes))
+
+
+def with_named_masters(source: Source, weights: str, dtype: str) -> Source:
+    """Give the masters that an optimizer only numbers the FQNs of their weights, if order and shapes prove these FQNs.
+
+    Returns the source unchanged if there are no such masters, or if an export with these options uses no masters.
+    """
+    catalog = source.catalog
+    if weights not in ("auto", "master") or (weights == "auto" and dtype == "keep"):
+        return source
+    if not any(map(_is_nameless, catalog.tensors.values())):
+        return source
+    from ckptkit.offline.resharding.own_state import own_state
+
+    try:
+        made = own_state(source.store, catalog, step=0, sharded=False)
+    except (UsageError, UnsupportedFormatError):  # of tensors that the export may leave out
+        return source
+    fqns = {item.source.name: item.fqn for item in made.tensors if item.role is Role.MASTER}
+    tensors = {
+        name: replace(e, fqn=fqns.get(name, "")) if _is_nameless(e) else e for name, e in catalog.tensors.items()
+    }
+    return replace(source, catalog=replace(catalog, tensors=tensors))
+
+
+def _is_nameless(entry: TensorEntry) -> bool:
+    return entry.role is Role.MASTER and not entry.fqn
 
 
 def _lower_bits(catalog: Catalog, weights: str, dtype: str) -> dict[str, TensorEntry]:
