@@ -20,12 +20,14 @@ def command(url: str, as_json: bool, storage_options: StorageOptions) -> None:
     """
     from ckptkit.checkpoint.run.address import resolve_checkpoint
     from ckptkit.checkpoint.run.pins import split_checkpoint_url, unpin
+    from ckptkit.formats.own.record import read_record, record_path
 
     address = resolve_checkpoint(url, storage_options=storage_options)
     was_pinned = unpin(address, storage_options=storage_options)
+    root, shown = split_checkpoint_url(address, storage_options=storage_options)
     if not was_pinned:
         check_exists(address, storage_options)
-    _, shown = split_checkpoint_url(address, storage_options=storage_options)
+        read_record(root, record_path(shown))  # raises if the directory is not a checkpoint
     if as_json:
         print_json({"schema": "ckptkit.pin/1", "name": shown, "pinned": False, "was": was_pinned})
     else:

@@ -72,6 +72,7 @@ REFUSED: dict[str, tuple[int, str, str]] = {  # the rule: exit code, command lin
         1, "inspect {here}/RUM/step_00000100", "does not exist. Did you mean {root}/step_00000100?",
     ),
     "the parent that exists is named": (1, "inspect {here}/x/y", "does not exist (nor does {here}/x; {here} does)."),
+    "another directory is not unpinned": (1, "unpin {here}/other", "other/checkpoint.json does not exist"),
     "a prune of something else deletes nothing": (
         1, "prune {here}/other --max-num 1", "Error: Nothing was deleted: {here}/other contains no ckptkit checkpoint.",
     ),

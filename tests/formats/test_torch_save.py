@@ -266,6 +266,14 @@ def test_a_file_of_another_kind_is_refused_with_advice(tmp_path, name, data, adv
         open_source(str(tmp_path / name))
 
 
+def test_a_zip_without_its_first_bytes_is_damaged_rather_than_unsafe(tmp_path):
+    save(tmp_path, {"w": torch.ones(2)})
+    data = (tmp_path / "x.pt").read_bytes()
+    (tmp_path / "x.pt").write_bytes(data[data.index(b"\x80\x02") :])  # from the pickle on
+    with pytest.raises(CorruptCheckpointError, match="its first bytes are missing"):
+        open_file(LocalStore(tmp_path), "x.pt")
+
+
 def test_the_error_for_an_empty_file_does_not_say_that_it_is_an_archive(tmp_path):
     (tmp_path / "checkpoint-2.pth.tar").touch()
     with pytest.raises(CorruptCheckpointError, match="empty"):

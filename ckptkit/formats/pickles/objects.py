@@ -134,7 +134,13 @@ def read_pickled(
     if start == 0 and is_legacy(head):
         return read_legacy(store, path, unknown=unknown)
     if head[:1] == b"\x80":
-        return loads(store.read(path, start, stop), file=file, unknown=unknown)
+        data = store.read(path, start, stop)
+        if data[-22:-18] == b"PK\x05\x06":
+            raise CorruptCheckpointError(
+                f"{file}: its first bytes are missing: it ends like a zip archive of torch.save, but begins with the "
+                "pickle inside."
+            )
+        return loads(data, file=file, unknown=unknown)
     if not head:
         raise CorruptCheckpointError(f"{file} is empty (0 bytes). Was its write interrupted?")
     if head.startswith(_HDF5):
