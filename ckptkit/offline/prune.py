@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckptkit.checkpoint.retention import Decision, RetentionPolicy, warn_of_excess
-from ckptkit.checkpoint.run.commit import clean_leftovers
+from ckptkit.checkpoint.run.commit import clean_leftovers, finish_replacements
 from ckptkit.checkpoint.run.delete import rotate
 from ckptkit.checkpoint.run.inventory import list_checkpoints
 from ckptkit.errors import CheckpointNotFoundError, UsageError
@@ -103,5 +103,8 @@ def prune(
                 except OSError as error:
                     failed[name] = str(error)
         return PruneReport(url, True, ahead.decisions, (), failed, left, kept)
+    half_replaced = any(item.path != item.name for item in inventory.committed)
+    finished = finish_replacements(root) if half_replaced else []
     done = rotate(root, ahead.policy or RetentionPolicy(), clean=True)  # a policy without limits deletes only leftovers
-    return PruneReport(url, False, done.decisions, done.deleted, dict(done.failed or {}), done.cleaned, done.kept_files)
+    cleaned = (*finished, *done.cleaned)
+    return PruneReport(url, False, done.decisions, done.deleted, dict(done.failed or {}), cleaned, done.kept_files)

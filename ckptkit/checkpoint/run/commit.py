@@ -117,6 +117,21 @@ def clean_leftovers(
     return removed if given is not None else removed + _old_uploads(root, dry_run=dry_run)
 
 
+def finish_replacements(root: Store) -> list[str]:
+    """Remove what dead writers left, and finish the replacements of checkpoints that were killed between two renames.
+
+    Returns the removed paths. Does nothing while a job holds the run's lease: its next save does this.
+    """
+    try:
+        lease = acquire_lease(root)
+    except LeaseHeldError:
+        return []
+    try:
+        return clean_leftovers(root, leased=True)
+    finally:
+        lease.release()
+
+
 def _dead_paths(root: Store, inventory: Inventory, view: Store, *, leased: bool) -> list[str]:
     """Return what dead writers left: staging and trash directories, owner files, deletion marks, temporary files."""
     dead = [item.path for item in inventory.abandoned]

@@ -29,7 +29,8 @@ class Rotation:
     """The result of a rotation.
 
     Attributes:
-        decisions: One decision for each committed checkpoint, in the order of `Inventory.committed`.
+        decisions: One decision for each committed checkpoint, in the order of `Inventory.committed`. Checkpoints that
+            another process deletes meanwhile are left out.
         failed: Names of checkpoints that could not be deleted, each with the error. The next rotation retries.
         cleaned: Removed paths that dead saves had left behind.
         kept_files: Foreign files that still exist in directories of deleted checkpoints.
@@ -90,14 +91,18 @@ def rotate(
     warn_of_excess(decisions, policy)
     deleted, failed = [], {}
     kept: list[str] = []
-    for decision in decisions:
+    for decision in [*decisions]:
         if decision.keep:
             continue
         try:
             if delete_checkpoint(root, decision.name, reason=decision.reason, kept=kept):
                 deleted.append(decision.name)
         except (OSError, CkptkitError) as error:
-            failed[decision.name] = str(error)
+            gone = isinstance(error, CheckpointNotFoundError) and list_checkpoints(root).find(decision.name) is None
+            if gone:  # another process has deleted it
+                decisions.remove(decision)
+            else:
+                failed[decision.name] = str(error)
     if failed:  # log one line for all: without permission to delete, every deletion fails after every save
         more = f" and {len(failed) - 1} more" * (len(failed) > 1)
         name, why = next(iter(failed.items()))
@@ -150,9 +155,10 @@ def delete_checkpoint(root: Store, name: str, *, reason: str, kept: list[str] | 
         else:
             unnamed = unnamed_files(root, name, record)
             trash = drop(root, name)  # Invariant: the checkpoint is durably unlisted, and nobody sees it half deleted.
-            if trash is not None:
-                _refuse_another(root, trash, name, record)
-                give_up(root, trash, name)
+            if trash is None:
+                raise CheckpointNotFoundError(f"{root.url}/{name} was deleted by another process.")
+            _refuse_another(root, trash, name, record)
+            give_up(root, trash, name)
     logger.info("deleted %s/%s (%s): %s", root.url, name, format_size(record.total_bytes), reason)
     if unnamed:
         text = "kept files in %s/%s that its commit record does not name: %s"

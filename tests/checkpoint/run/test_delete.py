@@ -320,15 +320,19 @@ def _killed_between_the_renames(root: str, before_both: bool) -> None:
     save(root, 1, overwrite=True, nbytes=500)
 
 
+@pytest.mark.parametrize("then", ["save", "prune"])
 @pytest.mark.parametrize("before_both", [True, False])
-def test_an_overwrite_on_nfs_that_was_killed_after_its_commit_is_finished_by_the_next_save(run, before_both):
+def test_an_overwrite_on_nfs_that_was_killed_after_its_commit_is_finished(run, before_both, then):
     code, _ = fork(lambda say: _killed_between_the_renames(str(run), before_both))
     assert code == -signal.SIGKILL
     found = list_checkpoints(open_store(str(run)))
     assert sorted(item.name for item in found.committed) == [f"step_0000000{step}" for step in (1, 2, 3, 4)]
     assert [item.reason[:15] for item in found.skipped] == ["it was replaced"] * before_both
-    save(run, 5)
-    assert sorted(check(run)) == [1, 2, 3, 4, 5] and leftovers(run) == []
+    if then == "save":
+        save(run, 5)
+    else:
+        assert any("step_00000001" in path for path in prune(str(run), policy=RetentionPolicy(max_num=9)).cleaned)
+    assert sorted(check(run))[:4] == [1, 2, 3, 4] and leftovers(run) == []
     assert (run / "step_00000001" / "shards" / "__0_0.distcp").stat().st_size == 500
 
 
@@ -440,6 +444,20 @@ def test_pinned_checkpoints_stay_until_they_are_unpinned(run):
     assert turn(run, max_num=1) == [1, 4]
     assert unpin(str(run / "step_00000001")) and not unpin(str(run / "step_00000001"))
     assert turn(run, max_num=1) == [4]
+
+
+def test_a_checkpoint_that_another_rotation_deletes_meanwhile_is_not_a_failure(run, monkeypatch):
+    plan = delete.plan_rotation
+
+    def meanwhile(*args: Any, **options: Any) -> Any:
+        found = plan(*args, **options)
+        monkeypatch.undo()
+        assert turn(run, max_num=2) == [3, 4]
+        return found
+
+    monkeypatch.setattr(delete, "plan_rotation", meanwhile)
+    done = rotate(open_store(str(run)), RetentionPolicy(max_num=1))
+    assert done.deleted == ("step_00000003",) and not done.failed and done.left == {"step_00000004"}
 
 
 def test_a_failure_to_delete_is_reported_and_not_raised(run, monkeypatch, caplog):
