@@ -1,4 +1,4 @@
-"""Computes digests. No other module names an algorithm. Every digest that ckptkit writes uses `DIGEST`.
+"""Computes digests. Every digest that ckptkit writes uses `DIGEST`, and no other module names that algorithm.
 
 To change the algorithm, add a row to `_HASHERS` and change `DIGEST`, `digest_of` and `hex_digest_of`. Columns and
 fields on disk are named after `DIGEST`, so the change needs a new format version (docs/format.md).

@@ -85,7 +85,7 @@ def _plan_lines(report: ConvertReport) -> list[str]:
 
 
 def interrupted_words(dst: str, *, overwrite: bool) -> str:
-    """Return a message that says whether DST has changed, where the finished part is, and how to continue."""
+    """Return a message that says whether DST has changed, and how to continue if a part is finished."""
     from ckptkit.offline.copying.resume import left_beside
 
     if split_url(dst)[0] != "file":

@@ -423,7 +423,7 @@ def _resolve(place: Candidate, url: str, depth: int) -> _Found | None:
     """Choose the checkpoint to open for a directory.
 
     Tries, in this order: the directory itself, its newest step, a model in the directory, the target of a pointer file,
-    and the only checkpoint among the children.
+    the only checkpoint among the children, and files with names of any form.
     """
     form = format_of(place)
     if form is not None:

@@ -125,7 +125,7 @@ class StepCounter:
         self._base = 0
 
     def start(self, optimizer: Optimizer) -> None:
-        """Count a new optimizer's steps from the current total. The new optimizer may replace an earlier one."""
+        """Count a new optimizer's steps from the current total, so that a replacement optimizer continues the count."""
         self._of[optimizer] = self.total
 
     def count(self, optimizer: Optimizer) -> None:

@@ -467,7 +467,7 @@ def _set_prefetch(model: nn.Module, units: Units, config: FSDPConfig) -> None:
 
 
 def _in_order(module: nn.Module, units: Set[nn.Module], *, backward: bool) -> Iterator[FSDPModule]:
-    """Yield the modules in `module` that are in `units`, in the order in which forward (or backward) reaches them."""
+    """Yield the modules in `module` that are in `units`, in the order of their registration (reversed for backward)."""
     if module in units and isinstance(module, FSDPModule):
         yield module
     children = list(module.children())

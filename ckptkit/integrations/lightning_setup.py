@@ -51,7 +51,7 @@ def fsdp_config(
 
     Args:
         mesh: The sizes (replicate, shard), if a mesh was given.
-        precision: Lightning's precision, such as "bf16-mixed". Ignored if there is an `mp_policy` (for FSDP2 or FSDP1).
+        precision: Lightning's precision, such as "bf16-mixed". Ignored if an `mp_policy` (FSDP2's or FSDP1's) is given.
     """
     strategy = str(getattr(sharding_strategy, "name", sharding_strategy)).upper().lstrip("_")
     if mesh is not None and mesh[0] > 1 and strategy in ("FULL_SHARD", "SHARD_GRAD_OP"):

@@ -348,7 +348,7 @@ class FSDP2Strategy(ModelParallelStrategy):  # type: ignore[misc]  # Lightning's
         return StateDictType.FULL if self.checkpoint_io is not None else self._state_dict_type
 
     def _show_live(self, trainer: Any) -> None:
-        """Make `trainer` collect the model's own sharded tensors for a save, whatever the state-dict type is.
+        """Make `trainer` collect the model's own sharded tensors for a save, unless a `checkpoint_io` writes it.
 
         `save_checkpoint` then gathers one tensor at a time. If Lightning gathered all tensors before the save, rank 0
         would need memory for all of them.

@@ -386,7 +386,7 @@ class SaveAttempt:
         if found is not None:
             if not self._overwrite:
                 raise CheckpointExistsError(
-                    f"{url} exists already (save {found.record.save_id}); a checkpoint is never changed. Save another "
+                    f"{url} exists already (save {found.record.save_id}); a checkpoint is never changed. Use another "
                     "step or tag, or replace it with overwrite=True."
                 )
             held = [pin for pin in list_pins(root) if pin.name == name and pin.owner != this_process()]

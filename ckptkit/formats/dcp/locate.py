@@ -164,7 +164,7 @@ class LocatedSlices(SliceArray):
 
 
 def find_opaque(slices: LocatedSlices) -> bool:
-    """Locate one tensor's slices, without the rest of its batch. Return whether it can't be read as plain memory."""
+    """Locate a tensor's slices, without the rest of its batch. Return whether only its class can read the tensor."""
     _Locator(slices.items, [slices.tensor]).run()
     return slices.tensor in slices.items.opaque
 

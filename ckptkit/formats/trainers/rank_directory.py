@@ -106,7 +106,7 @@ def _of_model(groups: Sequence[RankFiles]) -> RankFiles | None:
 
 @dataclass(frozen=True, slots=True)
 class _Saved:
-    """What one rank saved: the state dict of the model, and `rest`, the values beside it at all levels of nesting."""
+    """What one rank saved: the model's state dict, and `rest`, all other values with the same nesting."""
 
     model: Any
     rest: dict[Any, Any]

@@ -76,7 +76,7 @@ class ComputedTensor:
     def rows(self, start: int, stop: int) -> ComputedTensor:
         """Return a tensor that consists of only the rows [start, stop).
 
-        `cut` must be set, unless these are all rows.
+        `cut` must be set, unless the range covers all rows.
         """
         if (start, stop) == (0, self.shape[0]):
             return self

@@ -61,7 +61,7 @@ class Dequantized:
         return f"{counted(len(self.made), f'{kinds} weight')} dequantized to {self.dtype}"
 
     def computed(self, tensors: Mapping[str, OutputTensor]) -> dict[str, OutputTensor]:
-        """Return `tensors`, with dequantized tensors in place of those that would be copied from quantized weights."""
+        """Return `tensors`, with copies of quantized weights replaced by dequantized tensors."""
         return assembled(tensors, {}, {**self.whole, **self.made})
 
 

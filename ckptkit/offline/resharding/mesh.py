@@ -227,9 +227,9 @@ def _sizes(text: str | Mapping[str, int] | None) -> tuple[dict[str, int], tuple[
 def cut_of_placements(names: Sequence[str], texts: Sequence[str]) -> Cut:
     """Return the sharding (`Cut`) of a tensor with the placements `texts` on the mesh dimensions `names`.
 
-    "tp" or a synonym in a dimension's name means tensor parallelism, and "shard" or a synonym means FSDP. If the names
-    do not show this ("dim0"), the order decides, because FSDP2 keeps tensor parallelism innermost. The first shard and
-    all strided shards belong to FSDP, and the second shard belongs to tensor parallelism.
+    A dimension named "tp" or a synonym means tensor parallelism, and "shard" or a synonym means FSDP. For all other
+    names ("dim0"), the order decides, because FSDP2 keeps tensor parallelism innermost. The first shard and all strided
+    shards belong to FSDP, and the second shard belongs to tensor parallelism.
     """
     dims: dict[str, int] = {}
     also: dict[str, None] = {}
