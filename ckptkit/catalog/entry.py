@@ -466,7 +466,7 @@ class Catalog:
     def opaque(self) -> dict[str, str]:
         """Return the tensors that cannot be read without their Python class, each with the reason.
 
-        Examines all tensors.
+        Examines all tensors that `in_parts` returns.
         """
         found = dict(self.info.extra.get("opaque", {}))
         found.update((e.name, why) for e in self.in_parts() if (why := e.slices.opaque))

@@ -118,9 +118,9 @@ def clean_leftovers(
 
 
 def finish_replacements(root: Store) -> list[str]:
-    """Remove what dead writers left, and finish the replacements of checkpoints that were killed between two renames.
+    """Remove what dead writers left, and finish replacements of checkpoints if they were killed between two renames.
 
-    Returns the removed paths. Does nothing while a job holds the run's lease: its next save does this.
+    Returns the removed paths. Does nothing while a job holds the run's lease: the job's next save cleans up.
     """
     try:
         lease = acquire_lease(root)

@@ -82,7 +82,7 @@ def _local_parts(
 def _nested(mesh_shape: Sequence[int], placements: Sequence[PlacementRecord]) -> list[int]:
     """Return the mesh dimensions in the order in which FSDP2 split a tensor with strided shards.
 
-    FSDP2 splits by a strided shard after some of the later mesh dimensions, for example after tensor parallelism. The
+    FSDP2 applies a strided shard after some of the later mesh dimensions, for example after tensor parallelism. The
     split factor is the product of the sizes of these mesh dimensions. Returns [] if a split factor is not such a
     product (FSDP2 did not make these placements), or if there are no strided shards.
     """
