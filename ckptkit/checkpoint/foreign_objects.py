@@ -31,7 +31,7 @@ def own_name(part: SavedState[TensorEntry], key: str, fqn: str) -> str:
 
 @dataclass(slots=True)
 class ForeignObjects:
-    """Collects trees, and the reason for each object that has none.
+    """Collects the trees of objects, and the reason for each object that has no tree.
 
     Attributes:
         tensors: Receives the large tensors of objects. None: all tensors become part of the trees.
@@ -58,7 +58,7 @@ class ForeignObjects:
         return True
 
     def add_extras(self, values: Mapping[str, Any], keys: Mapping[str, str], unread: Mapping[str, str]) -> None:
-        """Add objects without the parts that cannot be loaded.
+        """Add objects, and leave out the parts that cannot be loaded.
 
         Args:
             keys: The key of each stateful object, by its name in `values`. If any part of a stateful object cannot be

@@ -1,4 +1,4 @@
-"""Retries failed requests to a remote store. Decides which requests to retry, and for how long. Writes error messages."""
+"""Retries failed requests to a remote store. Decides what to retry, and for how long. Writes error messages."""
 
 from __future__ import annotations
 

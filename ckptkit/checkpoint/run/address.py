@@ -58,7 +58,7 @@ def resolve_url(url: str, *, storage_options: Mapping[str, Any] | None = None) -
 
 
 def checkpoint_named(url: str, *, storage_options: Mapping[str, Any] | None = None) -> str:
-    """Return the URL of the checkpoint if `url` is one of the names of `resolve_url`. Returns "" for any other URL."""
+    """Return the checkpoint's URL if `url` is a name such as RUN/latest (see `resolve_url`), and "" otherwise."""
     if not NAMED_CHECKPOINT.fullmatch(url.rstrip("/").rpartition("/")[2]):
         return ""
     try:

@@ -50,7 +50,7 @@ def in_parts(store: Store, catalog: Catalog, *, optimizer: bool = True) -> Catal
     """Return a catalog with the inner tensors in place of each tensor subclass that torch's `dcp.save` stored.
 
     The object `SUBCLASSES` in the new catalog contains the recipes for rebuilding the subclasses. If the inner tensors
-    of a subclass can't be read, its entry stays. If no entry is replaced, returns `catalog` itself.
+    of a subclass can't be read, its entry stays. If there is no entry to replace, returns `catalog` itself.
 
     Args:
         optimizer: Also replace optimizer states. To do so, reads the beginning and the end of every optimizer record.
