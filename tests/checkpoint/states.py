@@ -206,15 +206,6 @@ def module_of(
     return model
 
 
-def failing(error: BaseException) -> Callable[..., Any]:
-    """Return a function that raises this error, whatever its arguments are."""
-
-    def fail(*args: Any, **more: Any) -> Any:
-        raise error
-
-    return fail
-
-
 def on_all(value: Any) -> Any:
     """Return a value that must be equal on all ranks. All of them must call it."""
     values: list[Any] = [None] * dist.get_world_size()

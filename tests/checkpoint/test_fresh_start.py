@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import shutil
@@ -25,6 +26,7 @@ from ckptkit.storage.open import open_store
 from ckptkit.storage.store import Store
 from tests.checkpoint.saving import fork, save
 from tests.checkpoint.states import linear
+from tests.patches import refuse
 
 
 def run(root: str | Path, *steps: int, options: Any = None, **saving: Any) -> Path:
@@ -136,15 +138,8 @@ def test_after_a_fallback_the_damaged_step_can_be_saved_again(place):
 
 
 def test_an_unreadable_newest_checkpoint_is_not_called_damaged(tmp_path, monkeypatch):
-    root = run(tmp_path, 1, 2)
-    read = LocalStore.read
-
-    def refused(store: LocalStore, path: str, *rest: Any) -> bytes:
-        if path == "step_00000002/checkpoint.json":
-            raise PermissionError(13, "Permission denied", path)
-        return read(store, path, *rest)
-
-    monkeypatch.setattr(LocalStore, "read", refused)
+    root, record = run(tmp_path, 1, 2), "step_00000002/checkpoint.json"
+    refuse(monkeypatch, LocalStore, "read", errno.EACCES, when=lambda store, path, *_: path == record)
     for fallback in ("error", "previous"):
         with pytest.raises(StorageError, match=r"checkpoint.json cannot be read: .*Permission denied"):
             load(root, fallback)

@@ -23,7 +23,8 @@ from ckptkit.checkpoint.mapping import open_checkpoint
 from ckptkit.errors import CheckpointExistsError, CheckpointNotFoundError, UsageError
 from tests.checkpoint import jobs
 from tests.checkpoint.saving import leftovers, steps
-from tests.checkpoint.states import failing, linear, load, on_all, refusal, save, unchanged, value_of
+from tests.checkpoint.states import linear, load, on_all, refusal, save, unchanged, value_of
+from tests.patches import failing
 from tests.ranks import on_ranks, run_ranks
 
 BEST = RetentionPolicy(max_num=1, keep_best=("loss", "min"))

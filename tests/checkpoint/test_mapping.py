@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,9 +10,10 @@ import torch
 
 from ckptkit import CheckpointManager, TrainState, open_checkpoint
 from ckptkit.errors import CheckpointNotFoundError
-from ckptkit.formats.sources import Range, SourceReader
+from ckptkit.formats.sources import SourceReader
 from tests.checkpoint import states
 from tests.lazy import modules_after
+from tests.patches import before
 
 
 @pytest.fixture(scope="module", params=["sharded", "full", "local"])
@@ -68,14 +68,8 @@ def test_an_opened_checkpoint_has_step_metrics_and_objects(saved):
 
 def test_a_slice_reads_only_its_bytes(saved, monkeypatch):
     opened = open_checkpoint(saved[0])
-    read = []
-    original = SourceReader.read_many
-
-    def counted(self: SourceReader, ranges: Sequence[Range]) -> None:
-        read.extend(len(item.view) for item in ranges)
-        original(self, ranges)
-
-    monkeypatch.setattr(SourceReader, "read_many", counted)
+    read: list[int] = []
+    before(monkeypatch, SourceReader, "read_many", lambda _, ranges: read.extend(len(item.view) for item in ranges))
     opened["model.weight"][10:12]
     assert sum(read) == 2 * 100 * 4
 

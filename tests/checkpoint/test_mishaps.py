@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import multiprocessing
 import os
@@ -10,7 +11,6 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,26 +33,8 @@ from ckptkit.storage.open import open_store
 from tests.checkpoint import jobs, states
 from tests.checkpoint.saving import save, steps
 from tests.checkpoint.states import linear, value_of
+from tests.patches import after, before, failing, refuse
 from tests.ranks import run_ranks
-
-Before = Callable[[Any, str, Callable[[], Any]], None]
-
-
-@pytest.fixture
-def before(monkeypatch: pytest.MonkeyPatch) -> Before:
-    """`before(owner, name, act)` runs `act` before each call of `owner.name`."""
-
-    def arrange(owner: Any, name: str, act: Callable[[], Any]) -> None:
-        real = getattr(owner, name)
-
-        def called(*args: Any, **kwargs: Any) -> Any:
-            act()
-            return real(*args, **kwargs)
-
-        monkeypatch.setattr(owner, name, called)
-
-    return arrange
-
 
 # --- signals
 
@@ -66,28 +48,24 @@ def interrupted_save(root: Path) -> None:
     assert steps(root) == [3]
 
 
-def test_a_signal_during_the_save_of_the_same_step_saves_once(tmp_path, before):
+def test_a_signal_during_the_save_of_the_same_step_saves_once(tmp_path, monkeypatch):
     signalled = threading.Event()
-    before(Saver, "publish", lambda: signalled.wait(30))
-    before(SignalWatch, "agreed", signalled.set)
+    before(monkeypatch, Saver, "publish", lambda *_: signalled.wait(30))
+    before(monkeypatch, SignalWatch, "agreed", lambda _: signalled.set())
     interrupted_save(tmp_path)
 
 
-def test_a_signal_after_a_failed_background_save_saves(tmp_path, before):
-    left = [OSError(5, "the disk had a moment")]
-
-    def fail_once() -> None:
-        if left:
-            raise left.pop()
-
-    before(Saver, "publish", fail_once)
+def test_a_signal_after_a_failed_background_save_saves(tmp_path, monkeypatch):
+    calls = itertools.count()
+    refuse(monkeypatch, Saver, "publish", OSError(5, "the disk had a moment"), when=lambda *_: next(calls) == 0)
     interrupted_save(tmp_path)
 
 
 @pytest.mark.parametrize("times", [1, 2])
-def test_a_signal_during_a_load_is_handled_later(tmp_path, before, times):
+def test_a_signal_during_a_load_is_handled_later(tmp_path, monkeypatch, times):
     states.save(tmp_path, linear(1))
-    before(loader_module, "load_checkpoint", lambda: [os.kill(os.getpid(), signal.SIGTERM) for _ in range(times)])
+    signals = [signal.SIGTERM] * times
+    before(monkeypatch, loader_module, "load_checkpoint", lambda *_, **__: [os.kill(os.getpid(), s) for s in signals])
     with CheckpointManager(tmp_path, on_signal="save") as manager:
         manager.load(loaded := linear())
         assert value_of(loaded) == 1.0
@@ -190,25 +168,25 @@ def test_two_watches_do_not_keep_a_child_alive_even_if_it_is_ended_at_once():
 
 
 @pytest.mark.parametrize("times", [1, 3])
-def test_a_load_of_latest_retries_after_a_rotation(tmp_path, before, times):
+def test_a_load_of_latest_retries_after_a_rotation(tmp_path, monkeypatch, times):
     """Before the load pins a checkpoint, another job saves the next one and rotates it away."""
     left = list(range(1 + times, 1, -1))
 
-    def move_on() -> None:
+    def move_on(*_: Any) -> None:
         if left:
             states.save(tmp_path, linear(left[-1]), left.pop())
             rotate(open_store(str(tmp_path)), RetentionPolicy(max_num=1))
 
     states.save(tmp_path, linear(1))
-    before(loader_module, "pin_while_reading", move_on)
+    before(monkeypatch, loader_module, "pin_while_reading", move_on)
     states.load(tmp_path, loaded := linear())
     assert value_of(loaded) == 1.0 + times
 
 
-def test_a_listing_during_a_rotation_is_never_empty(tmp_path, before):
+def test_a_listing_during_a_rotation_is_never_empty(tmp_path, monkeypatch):
     turns, busy = [4, 3, 2], list[int]()
 
-    def move_on() -> None:
+    def move_on(*_: Any) -> None:
         if turns and not busy:
             busy.append(step := turns.pop())
             save(tmp_path, step)
@@ -216,7 +194,7 @@ def test_a_listing_during_a_rotation_is_never_empty(tmp_path, before):
             busy.clear()
 
     save(tmp_path, 1)
-    before(inventory_module, "_look", move_on)
+    before(monkeypatch, inventory_module, "_look", move_on)
     assert choose(open_store(str(tmp_path)), "latest") is not None
 
 
@@ -227,15 +205,9 @@ def test_a_listing_during_a_rotation_is_never_empty(tmp_path, before):
 def test_a_listing_that_fails_after_the_commit_does_not_fail_the_save_and_a_bug_is_logged_with_its_place(
     tmp_path, monkeypatch, caplog, error, has_traceback
 ):
-    def publish(self: Saver, *args: Any) -> Any:
-        record = real(self, *args)
-        monkeypatch.setattr(LocalStore, "list", states.failing(error))
-        return record
-
-    real = Saver.publish
     with CheckpointManager(tmp_path, retention=RetentionPolicy(max_num=1)) as manager:
         manager.save(1, linear())
-        monkeypatch.setattr(Saver, "publish", publish)
+        after(monkeypatch, Saver, "publish", lambda *_: monkeypatch.setattr(LocalStore, "list", failing(error)))
         assert manager.save(2, linear()).step == 2
         monkeypatch.undo()
         manager.save(3, linear())

@@ -26,6 +26,7 @@ from ckptkit.errors import (
 from ckptkit.storage.open import open_store
 from tests.checkpoint.states import Kept, linear, load, optimized, refusal, save, value_of
 from tests.checkpoint.test_adoption import job, write
+from tests.patches import after, before, refuse
 
 
 def trainer_step(folder: Path, step: int, *, optimizer: bool = True) -> None:
@@ -285,15 +286,8 @@ def test_a_step_below_which_the_checkpoint_lies_is_compared(tmp_path):
 
 def test_a_file_that_is_deleted_while_a_run_begins_is_ignored(tmp_path, monkeypatch):
     put(tmp_path / "x.log")
-    listed = foreign_run.list_checkpoints
-
-    def list_and_delete(root):
-        put(tmp_path / "gone.tmp")
-        found = listed(root)
-        (tmp_path / "gone.tmp").unlink()
-        return found
-
-    monkeypatch.setattr(foreign_run, "list_checkpoints", list_and_delete)
+    before(monkeypatch, foreign_run, "list_checkpoints", lambda root: put(tmp_path / "gone.tmp"))
+    after(monkeypatch, foreign_run, "list_checkpoints", lambda found, root: (tmp_path / "gone.tmp").unlink())
     with CheckpointManager(tmp_path) as manager:
         assert manager.load(job()) is None
 
@@ -302,14 +296,8 @@ def test_a_file_that_is_deleted_while_a_run_begins_is_ignored(tmp_path, monkeypa
 def test_a_file_that_the_store_does_not_return_is_not_ignored(tmp_path, monkeypatch, name):
     script_file(tmp_path / "run" / name, 9)
     script_file(tmp_path / "run" / ("step=5.ckpt" if name == "last.ckpt" else "b.pt"), 5)
-    opened = foreign_run.open_source
-
-    def open_others(url, **options):
-        if url.endswith(name):
-            raise StorageError(f"{url}: no answer")
-        return opened(url, **options)
-
-    monkeypatch.setattr(foreign_run, "open_source", open_others)
+    error = StorageError("no answer")
+    refuse(monkeypatch, foreign_run, "open_source", error, when=lambda url, **_: url.endswith(name))
     with CheckpointManager(tmp_path / "run") as manager, pytest.raises(StorageError, match="no answer"):
         manager.load(job())
 

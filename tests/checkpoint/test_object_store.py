@@ -30,7 +30,8 @@ from ckptkit.storage.store import Store
 from tests.checkpoint import states
 from tests.checkpoint.crash import kill_at_request
 from tests.checkpoint.saving import check, fork, save, steps
-from tests.checkpoint.states import failing, linear, value_of
+from tests.checkpoint.states import linear, value_of
+from tests.patches import failing
 
 Options = dict[str, Any]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +14,7 @@ from ckptkit import reshard
 from ckptkit.errors import StorageError
 from ckptkit.storage.local import LocalStore
 from tests.cli.commands import document, ran, run
+from tests.patches import refuse
 
 NEWEST, BEFORE, DATA = "step_00000300", "step_00000200", "__0_0.distcp"
 
@@ -91,15 +91,9 @@ def test_a_file_with_many_damages_prints_few_lines(tmp_path):
 
 
 def test_an_unreadable_file_is_one_problem(root, monkeypatch):
-    read = LocalStore.read
-
-    def fail(self: Any, path: str, *place: Any) -> Any:
-        if path.endswith(".distcp"):
-            raise StorageError(5, f"{path}: Input/output error")
-        return read(self, path, *place)
-
-    monkeypatch.setattr(LocalStore, "read", fail)
-    monkeypatch.setattr(LocalStore, "read_into", fail)
+    for name in ("read", "read_into"):
+        error = StorageError(5, "shards/__0_0.distcp: Input/output error")
+        refuse(monkeypatch, LocalStore, name, error, when=lambda store, path, *_: path.endswith(".distcp"))
     lines = run("verify", root).output.splitlines()
     assert [line.count("Input/output error") for line in lines if "__0_0.distcp" in line] == [1]
 

@@ -25,6 +25,7 @@ from ckptkit.storage.local import LocalStore
 from ckptkit.storage.publish import open_staging
 from ckptkit.storage.staging import new_nonce
 from tests.cli.commands import document, ran, run
+from tests.patches import failing
 
 DCP = "dcp_fsdp2_uneven_w4/ckpt"
 
@@ -173,10 +174,7 @@ def test_the_message_of_an_interrupted_conversion_names_what_is_left(tmp_path):
 
 
 def test_ctrl_c_before_a_command_began_ends_with_130(monkeypatch):
-    def pressed(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(commands.importlib, "import_module", pressed)
+    monkeypatch.setattr(commands.importlib, "import_module", failing(KeyboardInterrupt()))
     assert ran("ls", "x", code=130) == "Interrupted.\n"
 
 

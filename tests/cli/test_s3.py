@@ -14,6 +14,7 @@ from ckptkit import reshard
 from ckptkit.storage import open_store
 from tests.cli.commands import document
 from tests.offline.exports import write_model
+from tests.patches import after
 from tests.storage import proxy as proxies
 from tests.storage import servers
 
@@ -44,14 +45,7 @@ def test_inspect_reads_only_metadata(server, tmp_path, monkeypatch, kind):
     store = open_store("s3://looks", storage_options=server)
     store.fs.put(str(place), f"looks/{kind}", recursive=place.is_dir())
     answered: list[int] = []
-    forward = proxies._Handler.forward
-
-    def counting(self: Any, body: bytes, **changed: str) -> Any:
-        answer = forward(self, body, **changed)
-        answered.append(len(answer[2]))
-        return answer
-
-    monkeypatch.setattr(proxies._Handler, "forward", counting)
+    after(monkeypatch, proxies._Handler, "forward", lambda answer, *_, **__: answered.append(len(answer[2])))
     with proxies.proxy_of(server["endpoint_url"]) as proxy:
         options = {**server, "endpoint_url": proxy.url}
         words = [word for key, value in options.items() for word in ("--storage-option", f"{key}={value}")]

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from ckptkit import digests
 from ckptkit.digests import NAMES
 from ckptkit.formats.checks import Crcs, RecordTable, Verifier
+from tests.patches import after
 
 PIECES = (b"first piece", b"second piece")
 
@@ -61,14 +62,8 @@ def test_adjacent_pieces_of_two_threads_are_hashed_in_parallel_and_joined(monkey
 
 
 def test_a_piece_read_twice_is_not_damage(monkeypatch):
-    plain = Crcs.end
-
-    def end(self: Crcs, first: int, stop: int, value: int) -> Any:
-        found = plain(self, first, stop, value)
-        plain(self, first, stop, value)  # by the other thread, before this one looks at the result
-        return found
-
-    monkeypatch.setattr(Crcs, "end", end)
+    end = Crcs.end  # by the other thread, before this one looks at the result
+    after(monkeypatch, Crcs, "end", lambda _, crcs, first, stop, value: end(crcs, first, stop, value))
     verifier = verifier_of(b"".join(PIECES), zlib.crc32(b"".join(PIECES)))
     for piece in PIECES:
         verifier.feed(0, b"".join(PIECES).index(piece), memoryview(piece))

@@ -12,8 +12,8 @@ from ckptkit.checkpoint.run.address import resolve_url
 from ckptkit.errors import StorageError
 from ckptkit.formats import detect
 from ckptkit.formats.detect import open_source
-from ckptkit.formats.own.record import find_record
 from tests.checkpoint.states import linear
+from tests.patches import refuse
 
 
 def killed_save(root):
@@ -56,13 +56,8 @@ def test_a_record_that_the_store_does_not_return_is_not_taken_for_a_damaged_one(
     with CheckpointManager(tmp_path) as manager:
         for step in (10, 20):
             manager.save(step, linear())
-
-    def find(store, path):
-        if path.startswith("step_00000010"):
-            raise StorageError(f"{path}: no answer")
-        return find_record(store, path)
-
-    monkeypatch.setattr(detect, "find_record", find)
+    error = StorageError("no answer")
+    refuse(monkeypatch, detect, "find_record", error, when=lambda store, path: path.startswith("step_00000010"))
     with pytest.raises(StorageError, match="no answer"):
         open_source(str(tmp_path))
 

@@ -16,6 +16,7 @@ from ckptkit.formats.pickles.objects import TensorValue
 from ckptkit.formats.training_state import TrainingState, extra_keys, read_training_state
 from tests.formats.readback import tensor_bytes
 from tests.lazy import modules_after
+from tests.patches import failing
 
 
 def parts_of(saved: dict[str, Any], tmp_path: Any, **options: Any) -> TrainingState:
@@ -117,9 +118,7 @@ def test_the_parts_are_found_without_torch(zoo):
 
 @pytest.mark.parametrize("saved", [{"scheduler": SCHEDULER}, {"step": torch.tensor(3)}, {"stats": torch.ones(2)}])
 def test_a_store_that_does_not_answer_is_an_error_and_not_an_unreadable_part(saved, tmp_path, monkeypatch):
-    def fails(*_, **__):
-        raise StorageError("the store does not answer")
-
+    fails = failing(StorageError("the store does not answer"))
     for name in ("read_object", "read_box"):
         monkeypatch.setattr(training_state, name, fails)
     monkeypatch.setattr("tests.formats.test_training_state.tensor_bytes", fails)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import inspect
 import itertools
@@ -33,6 +34,7 @@ from ckptkit.fsdp import DynamicGradScaler, FSDPConfig, FSDPStrategy, MasterWeig
 from ckptkit.fsdp.accumulation import accumulation_steps
 from ckptkit.fsdp.strategy import ModelOptimPair
 from tests.fsdp import models
+from tests.patches import refuse
 from tests.ranks import logged, on_ranks, run_script
 
 SGD = functools.partial(torch.optim.SGD, lr=0.5)
@@ -593,14 +595,8 @@ def test_an_export_is_cast_on_request_and_includes_the_tokenizer(tmp_path):
 
 @on_ranks(2)
 def test_an_export_that_fails_fails_on_all_ranks_and_leaves_nothing(tmp_path, monkeypatch):
-    original = SafetensorsStream.write
-
-    def fail(stream, name, values):
-        if name == "model.layers.1.mlp.up_proj.weight":
-            raise OSError(28, "No space left on device")
-        original(stream, name, values)
-
-    monkeypatch.setattr(SafetensorsStream, "write", fail)
+    fatal = "model.layers.1.mlp.up_proj.weight"
+    refuse(monkeypatch, SafetensorsStream, "write", errno.ENOSPC, when=lambda stream, name, values: name == fatal)
     strategy, model, _ = models.prepared(build=models.llama)
     with pytest.raises((SaveError, OSError), match="No space left"):
         strategy.save_model(model, None, tmp_path / "hf")

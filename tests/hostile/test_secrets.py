@@ -25,6 +25,7 @@ from tests.checkpoint import states
 from tests.cli import commands
 from tests.formats.damages import lay
 from tests.hostile import sources
+from tests.patches import failing
 
 HUSH = "S3CRET"
 PASSWORDS = [
@@ -187,10 +188,8 @@ def test_a_saved_run_holds_no_storage_options(caplog, capfd):
 def test_the_error_of_a_hub_failure_holds_no_token(tmp_path, monkeypatch):
     import huggingface_hub
 
-    def fail(*_: Any, **__: Any) -> Any:
-        raise OSError(f"401: Bearer hf_{HUSH} https://user:hf_{HUSH}@huggingface.co/x")
-
-    monkeypatch.setattr(huggingface_hub.HfApi, "create_repo", fail)
+    error = OSError(f"401: Bearer hf_{HUSH} https://user:hf_{HUSH}@huggingface.co/x")
+    monkeypatch.setattr(huggingface_hub.HfApi, "create_repo", failing(error))
     sources.hf(tmp_path)
     with pytest.raises(StorageError) as caught:
         push_folder(str(tmp_path), "me/model", token=f"hf_{HUSH}")

@@ -19,22 +19,17 @@ from ckptkit.integrations.lightning_full import scatter_model
 from ckptkit.storage import open_store
 from tests.checkpoint.states import linear, save
 from tests.conftest import ZOO
+from tests.patches import before
 from tests.ranks import on_ranks
 
 
 @pytest.mark.parametrize("late", [False, True])
 def test_a_file_that_appears_during_a_removal_is_kept(tmp_path, late, monkeypatch, caplog):
-    place, set_aside = tmp_path / "last.ckpt", lightning_state._set_aside
-
-    def theirs(path: Path) -> Path:
-        if late:
-            (place / "notes.txt").write_bytes(b"mine")
-        return set_aside(path)
-
+    place = tmp_path / "last.ckpt"
     place.mkdir()
     for name in (".metadata", "meta.pt", "__0_0.distcp"):
         (place / name).write_bytes(b"x")
-    monkeypatch.setattr(lightning_state, "_set_aside", theirs)
+    before(monkeypatch, lightning_state, "_set_aside", lambda _: late and (place / "notes.txt").write_bytes(b"mine"))
     lightning_state.remove_checkpoint(place)
     kept: list[Any] = [path for path in tmp_path.rglob("*") if path.name == "notes.txt"]
     assert not place.exists() and len(kept) == late == ("belong to no checkpoint: notes.txt" in caplog.text)

@@ -36,6 +36,7 @@ from tests.checkpoint.saving import fork, leftovers
 from tests.checkpoint.states import save
 from tests.cli.commands import document, ran
 from tests.offline.folders import copied, flip, hub_snapshot, largest, refused, tree
+from tests.patches import before
 
 FOREIGN = [
     "dcp_fsdp2_uneven_w4/ckpt", "dcp_zstd_w2/ckpt", "hf_ref_llama_tied", "deepspeed_zero2_bf16_w2", "verl_fsdp2_w2",
@@ -329,14 +330,8 @@ def test_a_run_in_use_by_a_job_is_refused_as_destination(run, tmp_path):
 @pytest.mark.parametrize("pinned", [True, False])
 def test_rotation_waits_for_a_copy_or_the_report_names_what_was_deleted(run, tmp_path, monkeypatch, pinned):
     kept: list[list[int]] = []
-    carry_out = copy_module.carry_out
-
-    def rotating(*args: Any, **kwargs: Any) -> Any:
-        rotate(open_store(str(run)), RetentionPolicy(max_num=1))
-        kept.append(steps(run))
-        return carry_out(*args, **kwargs)
-
-    monkeypatch.setattr(copy_module, "carry_out", rotating)
+    root, policy = open_store(str(run)), RetentionPolicy(max_num=1)
+    before(monkeypatch, copy_module, "carry_out", lambda *_, **__: (rotate(root, policy), kept.append(steps(run))))
     if not pinned:
         monkeypatch.setattr(copy_module, "_PINNED", 0)
     done = copy(str(run), str(tmp_path / "new"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from ckptkit.storage import ledger
 from tests.cli.commands import document, ran
 from tests.offline.exports import converted, write_model
 from tests.offline.resuming import STEP, killed, went_on
+from tests.patches import refuse
 from tests.storage import servers
 
 MOST = 65504.0  # of float16; numbers from 65520 on are rounded to infinity
@@ -95,18 +97,12 @@ def test_a_continued_conversion_counts_the_elements_of_the_interrupted_one(tmp_p
 
 
 def test_a_continued_upload_counts_the_elements_of_the_interrupted_one(tmp_path, monkeypatch):
-    source, written, write = write_model(tmp_path / "in", weights(5, 0, 0, 7)), [], StreamWriter.write
-
-    def interrupted(*args: Any) -> None:
-        if len(written) == 2:
-            raise KeyboardInterrupt
-        written.append(write(*args))
-
+    source, writes = write_model(tmp_path / "in", weights(5, 0, 0, 7)), itertools.count()
     monkeypatch.setattr(ledger, "WORTH", 1)
     with servers.moto("far") as s3:
         options: dict[str, Any] = {"dtype": "fp16", "workers": 1, "max_shard_size": "150kB", "dst_storage_options": s3}
         with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-            patched.setattr(StreamWriter, "write", interrupted)
+            refuse(patched, StreamWriter, "write", KeyboardInterrupt(), when=lambda *_: next(writes) == 2)
             convert(source, "s3://far/out", **options)
         report = convert(source, "s3://far/out", **options)
     assert went_on(report.notes)

@@ -31,6 +31,7 @@ from tests.cli.commands import ran
 from tests.offline.export.test_dequantize import QUANTIZED, export
 from tests.offline.exports import assert_same, converted, read_model, write_model
 from tests.offline.folders import flip, names, refused
+from tests.patches import failing
 
 SHAPES: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
     "matrix": ((300, 257), torch.bfloat16), "cube": ((40, 7, 3), torch.float32), "scalar": ((), torch.float32),
@@ -263,16 +264,13 @@ def test_a_source_is_neither_given_twice_nor_replaced(sources, tmp_path):
 def test_an_interrupted_merge_is_not_continued_with_other_weights(sources, tmp_path, monkeypatch):
     many = [str(shutil.copytree(sources[i % 3], tmp_path / f"copy_{i}")) for i in range(6)]
 
-    def interrupted(*_: Any) -> None:
-        raise KeyboardInterrupt
-
     def merged(weights: Any) -> str:  # DCP has no file that names the weights
         return " ".join(merge(many, str(tmp_path / "out"), to="dcp", weights=weights).notes)
 
     weights = (0.5, 0.1, 0.1, 0.1, 0.1, 0.1)
     for then in (weights, "uniform"):
         with monkeypatch.context() as patched:
-            patched.setattr(conversion, "check_read_as_seen", interrupted)
+            patched.setattr(conversion, "check_read_as_seen", failing(KeyboardInterrupt()))
             with pytest.raises(KeyboardInterrupt):
                 merged("uniform")
         assert ("continued an interrupted command" in merged(then)) is (then == "uniform")

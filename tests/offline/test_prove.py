@@ -22,6 +22,7 @@ from ckptkit.storage.local import LocalStore
 from tests.catalog.boxes import index, partitions, shapes
 from tests.offline.engine import bits
 from tests.offline.folders import UNEVEN, copied, flip
+from tests.patches import before
 
 FILE = "model.safetensors"
 
@@ -46,19 +47,17 @@ def place(folder: Path, name: str) -> int:
 def fingerprinted(monkeypatch) -> list[str]:
     """Return the names of the tensors that were proved by fingerprints."""
     names: list[str] = []
-    plain = prove._Prover._expected
-    monkeypatch.setattr(prove._Prover, "_expected", lambda *args: names.append(args[1].name) or plain(*args))
+    before(monkeypatch, prove._Prover, "_expected", lambda prover, tensor, *_: names.append(tensor.name))
     return names
 
 
 def test_slices_with_digests_are_proved_without_reading_the_source(made, fingerprinted, monkeypatch):
-    read, plain = [], prove.SourceReader.read
+    read = []
 
-    def counted(self, origin, start, view):
-        read.append((self._origins[origin].path, len(view)))
-        return plain(self, origin, start, view)
+    def count(reader, origin, start, view):
+        read.append((reader._origins[origin].path, len(view)))
 
-    monkeypatch.setattr(prove.SourceReader, "read", counted)
+    before(monkeypatch, prove.SourceReader, "read", count)
     assert proved(made) == 18
     assert max(nbytes for path, nbytes in read if path != FILE) <= 8 < max(nbytes for _, nbytes in read)
     assert all("scalar" in name or name in ("gain", "step_count") for name in fingerprinted)  # scalars

@@ -18,7 +18,9 @@ from ckptkit.errors import CheckpointNotFoundError, CkptkitError, CorruptCheckpo
 from ckptkit.offline import conversion, reading
 from ckptkit.storage.local import LocalStore
 from ckptkit.storage.open import open_store
+from tests import patches
 from tests.offline.folders import copied, largest, names, refused
+from tests.patches import before
 
 COMMANDS: dict[str, Callable[[str, str], Any]] = {
     "convert": convert,
@@ -42,16 +44,8 @@ def commit_another(run: Path, name: str) -> None:
 
 def after(monkeypatch: pytest.MonkeyPatch, function: str, act: Callable[[], object], times: int = 1) -> None:
     """Run `act` after a function of `reading` has returned, the first `times` times."""
-    real, left = getattr(reading, function), [times]
-
-    def acting(*args: Any, **options: Any) -> Any:
-        found = real(*args, **options)
-        if left[0]:
-            left[0] -= 1
-            act()
-        return found
-
-    monkeypatch.setattr(reading, function, acting)
+    left = [act] * times
+    patches.after(monkeypatch, reading, function, lambda *_, **__: left and left.pop()())
 
 
 OPENED, LOOKED_AT = "open_source", "_is_of"  # the second, before the data of the source is read
@@ -59,14 +53,8 @@ OPENED, LOOKED_AT = "open_source", "_is_of"  # the second, before the data of th
 
 def watch_writes(monkeypatch: pytest.MonkeyPatch, folder: Path, act: Callable[[str], object]) -> None:
     """Run `act` with the path of each file that is to be written below a folder."""
-    real = LocalStore.write
-
-    def write(self: LocalStore, path: str, *args: Any, **kwargs: Any) -> None:
-        if self.url == str(folder):
-            act(path)
-        real(self, path, *args, **kwargs)
-
-    monkeypatch.setattr(LocalStore, "write", write)
+    below = str(folder)
+    before(monkeypatch, LocalStore, "write", lambda store, path, *_, **__: store.url == below and act(path))
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -171,13 +159,7 @@ def test_an_error_names_a_step_that_is_replaced_whenever_it_is_opened(run, tmp_p
 
 def while_copying(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> None:
     """Run `act` once the source is open, before its tensors are read."""
-    execute = conversion.execute
-
-    def acting(*args: Any, **kwargs: Any) -> Any:
-        act()
-        return execute(*args, **kwargs)
-
-    monkeypatch.setattr(conversion, "execute", acting)
+    before(monkeypatch, conversion, "execute", lambda *_, **__: act())
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import zipfile
 from collections.abc import Callable, Iterable
@@ -23,6 +24,7 @@ from ckptkit.storage.local import LocalStore
 from tests.checkpoint.states import save
 from tests.docs.test_format import save_large
 from tests.offline.folders import flip
+from tests.patches import refuse
 
 
 @pytest.fixture
@@ -206,14 +208,7 @@ def test_with_no_check_unneeded_files_may_be_missing(pair, tmp_path):
 
 
 def test_a_file_that_may_not_be_read_is_not_called_damaged(ours, monkeypatch):
-    opened = LocalStore.open_file
-
-    def refused(store: LocalStore, path: str) -> int:
-        if path.endswith(".distcp"):
-            raise PermissionError(13, "Permission denied", path)
-        return opened(store, path)
-
-    monkeypatch.setattr(LocalStore, "open_file", refused)
+    refuse(monkeypatch, LocalStore, "open_file", errno.EACCES, when=lambda store, path: path.endswith(".distcp"))
     report = verify(str(ours))
     assert not report.ok and report.summary().startswith("not verified: ")
     assert "Permission denied" in report.problems[0].message

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import signal
@@ -24,6 +25,7 @@ from ckptkit.storage.publish_remote import OWNER_NAME, _Place, stage_remote
 from ckptkit.storage.requests import FsspecApi
 from tests.checkpoint.saving import fork
 from tests.offline.resuming import went_on
+from tests.patches import after, failing, refuse
 from tests.ranks import RankError, run_ranks
 from tests.remote.runs import MANY, UNEVEN, Options, Place, on
 
@@ -43,15 +45,8 @@ def source(tmp_path: Path) -> Path:
 
 def once_finished(objects: int, call: Callable[[str], object], patch: pytest.MonkeyPatch) -> None:
     """Call a function, once, with the path of the object that is finished as the `objects`-th."""
-    paths, finished = list[str](), Ledger.finished
-
-    def noticed(self: Ledger, path: str, *args: Any, **kwargs: Any) -> None:
-        finished(self, path, *args, **kwargs)
-        paths.append(path)
-        if len(paths) == objects:
-            call(path)
-
-    patch.setattr(Ledger, "finished", noticed)
+    number = itertools.count(1)
+    after(patch, Ledger, "finished", lambda _, ledger, path, *__, **___: next(number) == objects and call(path))
 
 
 def die_after(objects: int) -> None:
@@ -215,12 +210,8 @@ def test_the_later_of_two_overwrites_replaces_the_earlier(near, monkeypatch):
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), PermissionError("no")], ids=["Ctrl-C", "denied"])
 def test_an_interrupted_takeover_can_be_repeated(near, monkeypatch, error):
     killed(near, 3, **MANY)
-
-    def stopped(*args: Any) -> None:
-        raise error
-
     with monkeypatch.context() as patch, pytest.raises(type(error)):
-        patch.setattr(publish_remote, "_end_uploads", stopped)
+        patch.setattr(publish_remote, "_end_uploads", failing(error))
         near.make(**MANY)
     assert "3 of" in goes_on(near, UNEVEN, **MANY)
 
@@ -234,14 +225,8 @@ def _dying_in_an_upload(say: Any, source: str, file: Place) -> None:
 
 
 def test_the_owner_file_of_a_failed_writer_stays_as_long_as_its_objects(monkeypatch):
-    target, delete_one = RemoteStore(f"memory://exports/{uuid.uuid4().hex}"), FsspecApi.delete_one
-
-    def refuse(self: FsspecApi, name: str) -> None:
-        if name.endswith("data.bin"):
-            raise PermissionError(f"{name} is locked")
-        delete_one(self, name)
-
-    monkeypatch.setattr(FsspecApi, "delete_one", refuse)
+    target, error = RemoteStore(f"memory://exports/{uuid.uuid4().hex}"), PermissionError("it is locked")
+    refuse(monkeypatch, FsspecApi, "delete_one", error, when=lambda api, name: name.endswith("data.bin"))
     names = {"data.bin": 3, "more.bin": 3, "config.json": -1}
     with (
         pytest.raises(RuntimeError, match="stop"),

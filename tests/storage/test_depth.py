@@ -7,9 +7,9 @@ import sys
 import traceback
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import ckptkit
+from tests.patches import before
 
 PACKAGE = str(Path(ckptkit.__file__).parent)
 
@@ -22,20 +22,12 @@ def ours(frame: FrameType | None) -> list[str]:
 def test_a_put_calls_the_functions_that_the_page_lists(store, monkeypatch):
     asking: list[list[str]] = []
     begun: list[list[str]] = []
-    call, request = store._api._call, store.fs._call_s3
-
-    def ask(method: str, **kwargs: Any) -> Any:
-        asking.append(ours(sys._getframe(1)))
-        return call(method, **kwargs)
-
-    def begin(method: str, *args: Any, **kwargs: Any) -> Any:  # in the thread of the event loop
-        begun.append(ours(sys._getframe(1)))
-        return request(method, *args, **kwargs)
 
     store.write("before", b"")
     store.try_conditional("before", b"")
-    monkeypatch.setattr(store._api, "_call", ask)
-    monkeypatch.setattr(store.fs, "_call_s3", begin)
+    before(monkeypatch, store._api, "_call", lambda *_, **__: asking.append(ours(sys._getframe(2))))
+    # The second is called in the thread of the event loop.
+    before(monkeypatch, store.fs, "_call_s3", lambda *_, **__: begun.append(ours(sys._getframe(2))))
     store.write("x", b"abc")
     page = (Path(PACKAGE).parent / "docs/internals/ways.md").read_text(encoding="utf-8")
     section = page.partition("## A put to an object store")[2].partition("\n## ")[0]

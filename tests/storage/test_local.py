@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,15 +17,7 @@ from ckptkit.storage import local
 from ckptkit.storage.local import LocalStore
 from ckptkit.storage.store import ReadInto
 from tests.conformance.store_tests import StoreTests
-
-
-def failing(code: int) -> Callable[..., None]:
-    """Return a system call that fails with this error."""
-
-    def fails(*args: object, **options: object) -> None:
-        raise OSError(code, os.strerror(code))
-
-    return fails
+from tests.patches import failing
 
 
 def test_a_symlink_out_of_the_root_and_a_fifo_are_refused_without_waiting(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import os
 import time
@@ -21,6 +22,7 @@ from ckptkit.storage.open import open_store
 from ckptkit.storage.owner import Owner, _start_of, owner_json, this_process
 from ckptkit.storage.store import Store
 from tests.checkpoint.saving import fork
+from tests.patches import before
 
 BOOT = "boot/pid:[4026531836]/0123"
 ELSEWHERE = Owner("other-host", 1, "1", "another/machine/entirely")
@@ -81,15 +83,8 @@ def test_another_machine_without_a_heartbeat_loses_its_lease(root, monkeypatch):
 
 
 def test_the_store_clock_survives_a_concurrent_cleanup(root, monkeypatch):
-    real, lost = root.info, []
-
-    def info(path: str) -> Any:
-        if not lost:
-            lost.append(path)
-            root.delete([path])
-        return real(path)
-
-    monkeypatch.setattr(root, "info", info)
+    calls = itertools.count()
+    before(monkeypatch, root, "info", lambda path: next(calls) or root.delete([path]))
     monkeypatch.setattr(module, "time", SimpleNamespace(time=lambda: 0.0))  # years behind
     assert module.store_clock(root) > 1e9
     assert not [item for item in root.list(".ckptkit") if "clock-" in item.path]

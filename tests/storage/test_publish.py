@@ -25,6 +25,7 @@ from ckptkit.storage.store import Store
 from tests.checkpoint.crash import kill_at
 from tests.checkpoint.saving import check, fork, save
 from tests.offline.folders import names, tree
+from tests.patches import after, before
 
 
 def anything(store: Store, path: str, known: Collection[str]) -> None:
@@ -129,13 +130,7 @@ def test_replaceable_is_asked_before_writing_and_again_before_the_swap(tmp_path,
 
 
 def test_a_file_created_between_the_last_check_and_the_swap_is_kept_and_named(tmp_path, old, swap, monkeypatch, caplog):
-    put_in_place = publish._put_in_place
-
-    def late(*args: Any, **options: Any) -> str:
-        (old / "notes.txt").write_bytes(b"mine")
-        return put_in_place(*args, **options)
-
-    monkeypatch.setattr(publish, "_put_in_place", late)
+    before(monkeypatch, publish, "_put_in_place", lambda *_, **__: (tmp_path / "out/notes.txt").write_bytes(b"mine"))
     with stage(str(old), replaceable=no_notes, overwrite=True) as store:
         store.write("index.json", b"new")
     kept = next(name for name in names(tmp_path) if name.startswith("out.replaced-"))
@@ -188,14 +183,9 @@ def _dies_after_a_step(say: Any, out: str) -> None:
 
 def test_a_staging_directory_is_never_continued_while_it_is_deleted(tmp_path, monkeypatch):
     fork(_dies_after_a_step, str(tmp_path / "out"))
-    parent, delete_tree, seen = LocalStore(tmp_path), LocalStore.delete_tree, []
+    parent, seen = LocalStore(tmp_path), list[Any]()
     assert resumable(parent, "out") is not None
-
-    def deleted(store: LocalStore, path: str) -> None:
-        seen.append(resumable(parent, "out"))
-        delete_tree(store, path)
-
-    monkeypatch.setattr(LocalStore, "delete_tree", deleted)
+    before(monkeypatch, LocalStore, "delete_tree", lambda *_: seen.append(resumable(parent, "out")))
     put(tmp_path / "out")
     assert seen == [None] and names(tmp_path) == ["out"]
 
@@ -290,14 +280,11 @@ def test_a_failed_two_step_replacement_restores_the_old_directory(tmp_path, old,
 
 @pytest.mark.parametrize("error", [FileNotFoundError, FileExistsError])
 def test_a_repeated_rename_whose_answer_was_lost_succeeds(tmp_path, error, monkeypatch):
-    rename = LocalStore.rename
-
-    def repeated(store: LocalStore, source: str, target: str) -> None:
-        rename(store, source, target)
+    def repeat(_: None, store: LocalStore, source: str, target: str) -> None:
         if source.startswith(".tmp-"):
             raise error(target)  # the retry of NFS
 
-    monkeypatch.setattr(LocalStore, "rename", repeated)
+    after(monkeypatch, LocalStore, "rename", repeat)
     (tmp_path / "run").mkdir()
     save(tmp_path / "run", 1)
     with stage(str(tmp_path / "out")) as store:

@@ -25,6 +25,7 @@ from ckptkit.formats.dcp import fill
 from ckptkit.fsdp.master_weights import MasterWeightOptimizer
 from ckptkit.offline.reshard import reshard
 from tests.checkpoint import states
+from tests.patches import before
 
 DCP_OR_TORCH = pytest.mark.parametrize("form", ["dcp", "torch"])
 TORCH_OR_RESHARDED = pytest.mark.parametrize("form", ["torch", "resharded"])
@@ -645,13 +646,8 @@ def test_values_in_rank_files_that_no_rank_or_only_rank_0_gets_are_named(sharded
 
 def test_all_objects_with_tensors_are_read_at_once(tmp_path, monkeypatch):
     """Each read is one request or more of an object store."""
-    calls, read_whole = [], fill.read_whole
-
-    def counted(catalog: Any, store: Any, names: Any) -> Any:
-        calls.append(names)
-        return read_whole(catalog, store, names)
-
-    monkeypatch.setattr(fill, "read_whole", counted)
+    calls: list[Any] = []
+    before(monkeypatch, fill, "read_whole", lambda catalog, store, names: calls.append(names))
     state = plain(extra={"a": None, "b": None})
     resume(state, script(a=torch.ones(2), b={"c": torch.ones(2)}), "torch", tmp_path)
     assert calls == [["a", "b.c"]]

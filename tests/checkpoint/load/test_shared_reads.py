@@ -20,6 +20,7 @@ from ckptkit.checkpoint.load.shared_reads import groups_of
 from ckptkit.errors import CorruptCheckpointError, RankFailedError, UsageError
 from tests.checkpoint import jobs, states
 from tests.checkpoint.states import bits
+from tests.patches import failing
 from tests.ranks import RankError, on_ranks, run_ranks
 
 KINDS = (torch.float32, torch.bfloat16, torch.bool, torch.complex64, torch.float8_e4m3fn, torch.int64, torch.uint8)
@@ -212,7 +213,7 @@ def test_ranks_with_other_memory_layouts_get_the_same_values(seen):
 def fail_while_others_send(url: Path) -> str:
     shared_reads.timedelta = lambda seconds: timedelta(seconds=0.5)  # does not wait long for missing messages
     if dist.get_rank() == 1:
-        shared_reads._messages = states.failing(MemoryError("no room"))
+        shared_reads._messages = failing(MemoryError("no room"))
     module = Held()
     with pytest.raises(RankFailedError, match="replicated data") as caught:
         load(url, module, {"timeout_s": 40}, replicas="broadcast", atomic=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -18,8 +19,8 @@ from ckptkit.formats.own.record import FileRecord, read_record
 from ckptkit.storage.local import LocalStore
 from ckptkit.storage.open import open_store
 from tests.checkpoint.saving import check, leftovers, save
-from tests.checkpoint.states import failing
 from tests.hostile.test_names import NAMES
+from tests.patches import failing, refuse
 from tests.ranks import on_ranks
 
 
@@ -124,14 +125,10 @@ def test_one_of_two_concurrent_saves_to_one_root_is_refused(tmp_path):
 
 
 def test_a_failed_sync_of_the_root_undoes_the_commit(tmp_path, monkeypatch):
-    real = LocalStore.sync_directory
+    def committed(store: LocalStore, path: str = "") -> bool:
+        return (tmp_path / "step_00000003").exists() and store.url == str(tmp_path) and not path
 
-    def fail(self: LocalStore, path: str = "") -> None:
-        if (tmp_path / "step_00000003").exists() and self.url == str(tmp_path) and not path:
-            raise OSError(5, "Input/output error")
-        real(self, path)
-
-    monkeypatch.setattr(LocalStore, "sync_directory", fail)
+    refuse(monkeypatch, LocalStore, "sync_directory", errno.EIO, when=committed)
     with pytest.raises(RankFailedError, match="Input/output error"):
         save(tmp_path, 3)
     monkeypatch.undo()

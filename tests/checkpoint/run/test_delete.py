@@ -33,7 +33,7 @@ from tests.checkpoint import states
 from tests.checkpoint.crash import kill_at
 from tests.checkpoint.full_disk import disk
 from tests.checkpoint.saving import check, fork, leftovers, save
-from tests.checkpoint.states import failing
+from tests.patches import after, before, failing
 
 
 @pytest.fixture
@@ -143,14 +143,8 @@ def test_a_checkpoint_with_foreign_files_can_be_deleted_on_a_full_disk(tmp_path)
 def test_a_save_that_replaces_a_step_during_its_deletion_keeps_its_files(tmp_path, monkeypatch):
     save(tmp_path, 1)
     files = theirs(tmp_path / "step_00000001")
-    give_up, saved = unnamed.give_up, []
-
-    def late(*args: Any) -> list[str]:
-        monkeypatch.undo()
-        saved.append(save(tmp_path, 1, nbytes=500))
-        return give_up(*args)
-
-    monkeypatch.setattr(delete, "give_up", late)
+    saved: list[Any] = []
+    before(monkeypatch, delete, "give_up", lambda *_: (monkeypatch.undo(), saved.append(save(tmp_path, 1, nbytes=500))))
     delete_checkpoint(open_store(str(tmp_path)), "step_00000001", reason="test")
     assert find_record(open_store(str(tmp_path / "step_00000001"))) == saved[0]
     assert files.items() <= held(tmp_path / "step_00000001").items()
@@ -172,16 +166,14 @@ def test_ls_and_prune_dry_run_name_the_files_that_stay(run):
 
 @pytest.mark.parametrize("by", ["rotate", "prune", "delete", "overwrite"])
 def test_a_file_that_appears_during_the_deletion_of_its_directory_survives(run, way, by, monkeypatch):
-    step, root, listed = run / "step_00000001", open_store(str(run)), unnamed.unnamed_files
+    step, root = run / "step_00000001", open_store(str(run))
 
-    def late(store: Any, path: str, record: Any) -> list[str]:
-        found = listed(store, path, record)
+    def late(found: Any, store: Any, path: str, record: Any) -> None:
         if path == step.name and not (step / "eval").exists():
             theirs(step)
-        return found
 
     for module in (unnamed, delete):
-        monkeypatch.setattr(module, "unnamed_files", late)
+        after(monkeypatch, module, "unnamed_files", late)
     removals: dict[str, Any] = {
         "overwrite": lambda: save(root, 1, overwrite=True),
         "delete": lambda: delete_checkpoint(root, step.name, reason="test"),
@@ -274,14 +266,13 @@ def test_a_killed_removal_loses_no_foreign_file_whatever_happens_next(run, kill,
 
 
 def test_two_processes_that_finish_one_deletion_lose_no_foreign_file(run, monkeypatch):
-    step, root, delete_own = run / "step_00000001", open_store(str(run)), unnamed._delete_own
+    step, root = run / "step_00000001", open_store(str(run))
     files = theirs(step)
 
     def late(store: LocalStore, path: str, kept: Any) -> None:  # another process has just done the next step
         (run / path / "checkpoint.json").rename(run / path / ".ckptkit-deleted.json")
-        delete_own(store, path, kept)
 
-    monkeypatch.setattr(unnamed, "_delete_own", late)
+    before(monkeypatch, unnamed, "_delete_own", late)
     with pytest.raises(FileNotFoundError):
         delete_checkpoint(root, step.name, reason="test")
     monkeypatch.undo()
@@ -519,15 +510,7 @@ def test_files_that_no_save_writes_are_not_recognized(name):
 
 def test_a_checkpoint_that_replaced_the_one_to_delete_at_the_last_moment_stays(tmp_path, monkeypatch):
     save(tmp_path, 1)
-    listed = delete.unnamed_files
-
-    def replaced_meanwhile(*args):
-        found = listed(*args)
-        monkeypatch.undo()
-        save(tmp_path, 1, overwrite=True)
-        return found
-
-    monkeypatch.setattr(delete, "unnamed_files", replaced_meanwhile)
+    after(monkeypatch, delete, "unnamed_files", lambda *_: (monkeypatch.undo(), save(tmp_path, 1, overwrite=True)))
     with pytest.raises(CheckpointExistsError, match="was replaced by another process"):
         delete_checkpoint(open_store(str(tmp_path)), "step_00000001", reason="a test")
     assert check(tmp_path) == [1]

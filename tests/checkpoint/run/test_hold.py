@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from ckptkit import CheckpointManager, RetentionPolicy
+from ckptkit.checkpoint.load import choose
 from ckptkit.checkpoint.run import inventory
 from ckptkit.checkpoint.run.delete import rotate
 from ckptkit.checkpoint.run.inventory import list_checkpoints
@@ -27,8 +28,8 @@ from ckptkit.storage.local import LocalStore
 from ckptkit.storage.lock import open_attempts
 from ckptkit.storage.open import open_store
 from ckptkit.storage.publish import check_writable, open_staging
-from ckptkit.storage.store import Store
 from tests.checkpoint.states import flip, linear, value_of
+from tests.patches import before, refuse
 from tests.ranks import run_script
 
 
@@ -269,21 +270,12 @@ def test_prune_keeps_the_checkpoint_that_a_running_job_was_resumed_from(tmp_path
 
 
 def test_a_checkpoint_of_another_run_is_pinned_while_it_is_read(tmp_path, monkeypatch):
-    from ckptkit.checkpoint.load import choose as module
-
-    save(tmp_path / "a", 1, 2)
-    seen = []
-    real = module.load_checkpoint
-
-    def restore(*args: Any, **kwargs: Any) -> Any:
-        seen.append(rotate(open_store(str(tmp_path / "a")), RetentionPolicy(max_num=1)).deleted)
-        return real(*args, **kwargs)
-
-    monkeypatch.setattr(module, "load_checkpoint", restore)
+    root, seen, policy = open_store(str(save(tmp_path / "a", 1, 2))), list[Any](), RetentionPolicy(max_num=1)
+    before(monkeypatch, choose, "load_checkpoint", lambda *_, **__: seen.append(rotate(root, policy).deleted))
     with CheckpointManager(tmp_path / "b") as manager:
         manager.load(linear(), f"{tmp_path}/a/step_00000001")
     assert seen == [()]
-    assert rotate(open_store(str(tmp_path / "a")), RetentionPolicy(max_num=1)).deleted == ("step_00000001",)
+    assert rotate(root, policy).deleted == ("step_00000001",)
 
 
 # --- falling back
@@ -316,14 +308,7 @@ def test_a_damaged_newest_checkpoint_falls_back_to_the_previous_one_only_on_requ
 
 
 def unreadable(record: Path, patch: pytest.MonkeyPatch) -> None:
-    real = inventory.find_record
-
-    def find_record(store: Store, path: str) -> Any:
-        if path.startswith(record.parent.name):
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return real(store, path)
-
-    patch.setattr(inventory, "find_record", find_record)
+    refuse(patch, inventory, "find_record", errno.EIO, when=lambda store, path: path.startswith(record.parent.name))
 
 
 LOST: dict[str, tuple[Callable[[Path, pytest.MonkeyPatch], Any], str]] = {

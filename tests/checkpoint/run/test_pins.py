@@ -21,6 +21,7 @@ from ckptkit.storage.open import open_store
 from ckptkit.storage.owner import this_process
 from ckptkit.storage.store import Store
 from tests.checkpoint.saving import check, content, fork, save
+from tests.patches import failing
 
 DEAD = {"host": "h", "pid": 1, "started": "never", "machine": this_process().machine}
 
@@ -111,12 +112,8 @@ def test_a_killed_deletion_does_not_delay_readers(tmp_path):
 
 
 def test_a_read_only_root_is_read_without_a_pin(tmp_path, monkeypatch, caplog):
-    root = one_checkpoint(tmp_path)
-
-    def refuse(*args: Any, **kwargs: Any) -> None:
-        raise PermissionError(13, "Permission denied", f"{tmp_path}/.ckptkit/pins/.read-1.json.2.part")
-
-    monkeypatch.setattr(type(root), "write", refuse)
+    root, part = one_checkpoint(tmp_path), f"{tmp_path}/.ckptkit/pins/.read-1.json.2.part"
+    monkeypatch.setattr(type(root), "write", failing(PermissionError(13, "Permission denied", part)))
     with pin_while_reading(root, "step_00000001"):
         pass
     why = "(Permission denied): another job's rotation may delete it before the read ends"

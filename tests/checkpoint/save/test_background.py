@@ -26,7 +26,8 @@ from ckptkit.checkpoint.save.staging import StagingBuffers
 from ckptkit.errors import CkptkitError, RankFailedError, SaveError, UsageError
 from tests.checkpoint import jobs
 from tests.checkpoint.saving import fork
-from tests.checkpoint.states import KINDS, bits, failing, load
+from tests.checkpoint.states import KINDS, bits, load
+from tests.patches import failing
 from tests.ranks import on_ranks
 
 

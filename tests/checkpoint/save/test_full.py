@@ -20,6 +20,7 @@ from ckptkit.checkpoint.save import full, stream
 from ckptkit.errors import CkptkitError
 from tests.checkpoint import jobs, states
 from tests.fsdp.models import llama
+from tests.patches import failing
 from tests.ranks import on_ranks, run_ranks
 
 
@@ -121,7 +122,7 @@ def test_no_rank_holds_more_than_twice_the_largest_tensor(tmp_path):
 @pytest.mark.parametrize("where", ["write", "_part"])
 @on_ranks(3)
 def test_a_failing_rank_fails_all_ranks_at_once_and_the_next_save_works(tmp_path, where):
-    model, broken = sharded(*[(4, 4)] * 6), states.failing(OSError(28, "No space left on device"))
+    model, broken = sharded(*[(4, 4)] * 6), failing(OSError(28, "No space left on device"))
     with CheckpointManager(tmp_path, state_dict_type="full", timeout_s=80, max_shard_size=100) as manager:
         with pytest.MonkeyPatch.context() as patch:
             if dist.get_rank() == 1:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -24,6 +24,7 @@ from ckptkit.errors import CkptkitError, CorruptCheckpointError, RankFailedError
 from ckptkit.formats.own.reader import open_catalog
 from ckptkit.storage.open import open_store
 from tests.checkpoint import states
+from tests.patches import failing, refuse
 from tests.ranks import logged, on_ranks
 
 LARGE = 600_000  # elements: replicas of over 1 MiB are written in pieces, by several ranks
@@ -87,7 +88,7 @@ def save(url: Path, kind: str = "sharded", background: bool = False) -> list[str
 @on_ranks(2)
 def test_a_logging_handler_that_raises_fails_the_save_on_all_ranks(tmp_path):
     handler = logging.Handler(logging.WARNING)
-    handler.emit = states.failing(OSError("the log is full"))  # type: ignore[method-assign]
+    handler.emit = failing(OSError("the log is full"))  # type: ignore[method-assign]
     state = made(1.0)
     with CheckpointManager(tmp_path, timeout_s=20) as manager:
         logging.getLogger("ckptkit").addHandler(handler)
@@ -327,15 +328,8 @@ def test_dtensors_of_several_meshes_that_differ_are_refused(tmp_path, kind, wher
 def test_a_rank_that_fails_while_meshes_are_compared_fails_all(tmp_path, monkeypatch):
     rank, mesh = dist.get_rank(), init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "fsdp"))["fsdp"]
     state = TrainState(extra={"average": dtensor(mesh, Replicate())}, rng=False)
-    original, calls = Saver._fingerprints, []
-
-    def failing(*args: Any) -> Any:
-        calls.append(args)
-        if rank == 3 and len(calls) == 2:
-            raise MemoryError("no memory for fingerprints")
-        return original(*args)
-
-    monkeypatch.setattr(Saver, "_fingerprints", failing)
+    calls, error = itertools.count(1), MemoryError("no memory for fingerprints")
+    refuse(monkeypatch, Saver, "_fingerprints", error, when=lambda *_: next(calls) == 2 and rank == 3)
     with CheckpointManager(tmp_path) as manager:
         with pytest.raises(RankFailedError, match="rank 3: MemoryError: no memory for fingerprints"):
             manager.save(1, state)

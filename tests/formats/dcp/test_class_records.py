@@ -23,6 +23,7 @@ from ckptkit.formats.dcp.subclasses import open_tensor
 from ckptkit.storage import open_store
 from tests.formats.dcp_states import load
 from tests.offline.folders import flip
+from tests.patches import before
 
 KEY = "optimizer.state.w.exp_avg"
 
@@ -49,15 +50,13 @@ def saved(url: Path, tensor: Any) -> str:
 
 def tampered(monkeypatch: pytest.MonkeyPatch, attribute: str, value: Any) -> None:
     """Make torch save states of 8 bits with another value of an attribute (None: without it)."""
-    save = torch.save
 
-    def changed(item: Any, *args: Any, **options: Any) -> None:
+    def change(item: Any, *_: Any, **__: Any) -> None:
         if hasattr(item, "qmap"):
             item.__dict__.pop(attribute)
             item.__dict__.update({} if value is None else {attribute: value})
-        save(item, *args, **options)
 
-    monkeypatch.setattr("torch.save", changed)
+    before(monkeypatch, torch, "save", change)
 
 
 def opened(url: str) -> tuple[Catalog, Any]:

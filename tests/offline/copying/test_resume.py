@@ -16,6 +16,7 @@ from ckptkit.storage import journal, publish
 from tests.offline.exports import write_model
 from tests.offline.folders import names, refused
 from tests.offline.resuming import COLUMNS, assert_whole, killed, went_on
+from tests.patches import after, failing
 
 pytestmark = pytest.mark.usefixtures("short_steps")
 
@@ -73,13 +74,8 @@ def test_a_killed_conversion_with_another_vocabulary_continues(tmp_path, steps):
 
 
 def test_the_next_run_continues_after_ctrl_c_even_in_the_same_process(source, tmp_path, monkeypatch):
-    def interrupted(self, step):
-        done(self, step)
-        raise KeyboardInterrupt
-
-    done = journal.Journal.done
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(journal.Journal, "done", interrupted)
+        after(patched, journal.Journal, "done", failing(KeyboardInterrupt()))
         convert(str(source), str(tmp_path / "out"), workers=1)
     assert not (tmp_path / "out").exists()
     assert "1 of 5 parts" in went_on(convert(str(source), str(tmp_path / "out")).notes)
@@ -87,10 +83,7 @@ def test_the_next_run_continues_after_ctrl_c_even_in_the_same_process(source, tm
 
 
 def test_after_an_error_nothing_is_kept(source, tmp_path, monkeypatch):
-    def failing(self, step):
-        raise OSError("no")
-
-    monkeypatch.setattr(journal.Journal, "done", failing)
+    monkeypatch.setattr(journal.Journal, "done", failing(OSError("no")))
     refused(OSError, "no", convert, source, tmp_path / "out")
 
 
@@ -148,15 +141,13 @@ def test_a_replaced_file_never_counts_as_finished(source, tmp_path, monkeypatch)
 def test_the_work_of_a_living_writer_is_not_taken_over(source, tmp_path, monkeypatch):
     steps = []
 
-    def second_run_meanwhile(self, step):
-        done(self, step)
+    def second_run_meanwhile(_, journal, step):
         steps.append(step)
         if len(steps) == 2:
             monkeypatch.undo()
             assert went_on(convert(str(source), str(tmp_path / "out")).notes) == ""
 
-    done = journal.Journal.done
-    monkeypatch.setattr(journal.Journal, "done", second_run_meanwhile)
+    after(monkeypatch, journal.Journal, "done", second_run_meanwhile)
     with pytest.raises(FileExistsError):
         convert(str(source), str(tmp_path / "out"), workers=1)
     assert names(tmp_path) == ["in", "out"]

@@ -20,7 +20,7 @@ from ckptkit.catalog.box import Box
 from ckptkit.catalog.targets import Target
 from ckptkit.errors import IntegrityError
 from ckptkit.formats import sources
-from ckptkit.formats.sources import Range, SourceReader
+from ckptkit.formats.sources import SourceReader
 from ckptkit.offline.copying import copier, runs
 from ckptkit.offline.copying.execute import CopyReport, execute
 from ckptkit.offline.copying.plan import Plan
@@ -38,6 +38,7 @@ from tests.offline.engine import (
 )
 from tests.offline.folders import flip, tree
 from tests.offline.resuming import STEP, killed, went_on
+from tests.patches import before
 
 NAMES = ("a", "b", "c")
 
@@ -53,14 +54,8 @@ def all_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 def counted_reads() -> Iterator[list[int]]:
     """Return the bytes of each read of the source and of the result."""
     counted: list[int] = []
-    real = SourceReader.read_many
-
-    def counting(self: SourceReader, ranges: Sequence[Range]) -> None:
-        counted.extend(len(item.view) for item in ranges)
-        real(self, ranges)
-
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(SourceReader, "read_many", counting)
+        before(patched, SourceReader, "read_many", lambda _, ranges: counted.extend(len(item.view) for item in ranges))
         yield counted
 
 
@@ -205,8 +200,7 @@ def test_many_short_runs_are_read_and_written_in_few_calls(tmp_path, monkeypatch
     made = many(tmp_path / "in", digest)
     plan, calls = plan_of(made), []
     for name in ("preadv", "pwritev"):
-        call = getattr(os, name)
-        monkeypatch.setattr(os, name, lambda *a, name=name, call=call: calls.append(name) or call(*a))
+        before(monkeypatch, os, name, lambda *_, name=name: calls.append(name))
     report = run(made, plan, tmp_path / "out", digests=False)
     assert report.records == (4 * COUNT if digest else 0)
     assert calls.count("preadv") < 4 * COUNT // 10
@@ -226,10 +220,7 @@ def test_a_flipped_bit_in_a_short_run_names_the_file_and_the_tensor(tmp_path, di
 
 def test_runs_read_together_are_limited_in_number_and_size(tmp_path, monkeypatch):
     sizes: list[int] = []
-    buffer = Worker.buffer
-    monkeypatch.setattr(
-        Worker, "buffer", lambda self, nbytes, **made: (sizes.append(nbytes), buffer(self, nbytes, **made))[1]
-    )
+    before(monkeypatch, Worker, "buffer", lambda worker, nbytes, **_: sizes.append(nbytes))
     made = many(tmp_path / "in")
     run(made, plan_of(made), tmp_path / "out", digests=False)
     assert sum(sizes) >= sum(array.size for array in made.arrays.values())

@@ -16,6 +16,7 @@ from ckptkit.errors import CheckpointMismatchError
 from ckptkit.offline.export import transformers_names
 from ckptkit.offline.export.transformers_names import live_model
 from tests.offline.exports import assert_same, converted, read_model, write_model
+from tests.patches import failing
 
 transformers = pytest.importorskip("transformers", minversion="5.0")
 
@@ -183,9 +184,7 @@ def test_only_model_classes_are_instantiated(name):
 def test_an_error_of_transformers_is_noted_and_names_are_kept(monkeypatch, caplog):
     from transformers import conversion_mapping
 
-    def fails(*args: object, **kwargs: object) -> None:
-        raise RuntimeError("an odd version")
-
-    monkeypatch.setattr(conversion_mapping, "get_model_conversion_mapping", fails)
+    error = RuntimeError("an odd version")
+    monkeypatch.setattr(conversion_mapping, "get_model_conversion_mapping", failing(error))
     assert live_model(LLAMA, ["a", "b"]) is None
     assert "LlamaForCausalLM" in caplog.text and "an odd version" in caplog.text
