@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from ckptkit.integrations.torchtitan import _joined
 from tests.checkpoint.hidden import HIDDEN as ALL
 from tests.checkpoint.hidden import Opaque, Scaled, Tagged, scaled
 from tests.checkpoint.states import bits, check_misfit, check_refused, check_round_trip, load, load_all, optimized, save
+from tests.lazy import LazyModule
 from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch warns about prototype and deprecated tensors
@@ -211,38 +212,23 @@ def test_a_quantized_state_of_another_shape_than_its_parameter_is_refused(tmp_pa
     check_refused(tmp_path, in_optimizer(odd), r"weight.exp_avg has the shape \[2, 4\], but its parameter has \[4, 4\]")
 
 
-def alone(optimizer: Any) -> Any:
-    return optimizer
+accelerate = LazyModule("accelerate")
+WRAPPERS: dict[str, Callable[[Any], Any]] = {
+    "alone": lambda optimizer: optimizer,
+    "in masters": MasterWeightOptimizer,
+    "in one": lambda optimizer: _joined([optimizer]),  # as the optimizers of several stages in torchtitan
+    "in both": lambda optimizer: _joined([MasterWeightOptimizer(optimizer)]),
+    "in Accelerate's": lambda optimizer: accelerate.Accelerator(cpu=True).prepare_optimizer(optimizer),
+}
+OURS = list(WRAPPERS)[:-1]
+wrapped = pytest.mark.parametrize("wrap", OURS)
 
 
-def in_masters(optimizer: Any) -> Any:
-    return MasterWeightOptimizer(optimizer)
-
-
-def in_one(optimizer: Any) -> Any:
-    """As torchtitan's integration joins the optimizers of several pipeline stages."""
-    return _joined([optimizer])
-
-
-def in_both(optimizer: Any) -> Any:
-    return in_one(in_masters(optimizer))
-
-
-def in_accelerates(optimizer: Any) -> Any:
-    from accelerate import Accelerator
-
-    return Accelerator(cpu=True).prepare_optimizer(optimizer)
-
-
-WRAPPERS = [alone, in_masters, in_one, in_both]
-wrapped = pytest.mark.parametrize("wrap", WRAPPERS)
-
-
-def wrapped_state(wrap: Any, make: Any, **settings: Any) -> tuple[TrainState, Any]:
+def wrapped_state(wrap: str, make: Any, **settings: Any) -> tuple[TrainState, Any]:
     """Return the state of a model in bf16 with this kind of optimizer, and the optimizer inside the wrapper."""
     model = nn.Linear(2, 2).bfloat16()
     inner = make(model.parameters(), **settings)
-    return TrainState(model=model, optimizer=wrap(inner), rng=False), inner
+    return TrainState(model=model, optimizer=WRAPPERS[wrap](inner), rng=False), inner
 
 
 def values_in(state: TrainState) -> Any:
@@ -252,58 +238,48 @@ def values_in(state: TrainState) -> Any:
     return states, [{k: bits(v) for k, v in group.items() if k != "params"} for group in state.optimizer.param_groups]
 
 
-def changed_moments(_: Any, given: dict[str, Any]) -> None:
-    given["state"] = {key: {k: v.bfloat16() for k, v in state.items()} for key, state in given["state"].items()}
+Hook = Callable[[Any, dict[str, Any]], Any]
 
 
-def changed_rate(_: Any, given: dict[str, Any]) -> None:
-    given["param_groups"][0]["lr"] = 9.0
+def with_states(change: Callable[[Any], Any]) -> Hook:
+    """Return a hook that replaces the states of each parameter."""
+    return lambda _, given: given.update(state={key: change(state) for key, state in given["state"].items()})
 
 
-def added_setting(_: Any, given: dict[str, Any]) -> None:
-    given["param_groups"][0]["more"] = 1
-
-
-def added_state(_: Any, given: dict[str, Any]) -> None:
-    given["state"]["more"] = 1
-
-
-def added_key(_: Any, given: dict[str, Any]) -> None:
-    given["more"] = 1
-
-
-def copied(_: Any, given: dict[str, Any]) -> dict[str, Any]:
-    return copy.deepcopy(given)
-
-
-HOOKS = {
-    changed_moments: "returns other values than the optimizer has: 'exp_avg' of weight. Only",  # runs by day
-    changed_rate: "returns other values than the optimizer has: 'lr' of group 0. Only",
-    added_setting: "has 'more', but only 'state'",
-    added_state: "has 'more', but only 'state'",
-    added_key: "has 'more', but only 'state'",  # runs by day
+HOOKS: dict[str, tuple[Hook, str]] = {  # the first and the last run by day
+    "other moments": (
+        with_states(lambda state: {name: value.bfloat16() for name, value in state.items()}),
+        "returns other values than the optimizer has: 'exp_avg' of weight. Only",
+    ),
+    "another rate": (
+        lambda _, given: given["param_groups"][0].update(lr=9.0),
+        "returns other values than the optimizer has: 'lr' of group 0. Only",
+    ),
+    "another setting": (lambda _, given: given["param_groups"][0].update(more=1), "has 'more', but only 'state'"),
+    "another state": (lambda _, given: given["state"].update(more=1), "has 'more', but only 'state'"),
+    "another key": (lambda _, given: given.update(more=1), "has 'more', but only 'state'"),
 }
 
 
 @pytest.mark.parametrize(
-    ("hook", "wrap"),
-    [*((hook, alone) for hook in HOOKS), *itertools.product((changed_rate, added_key), WRAPPERS[1:])],
+    ("name", "wrap"),
+    [*((name, "alone") for name in HOOKS), *itertools.product(("another rate", "another key"), OURS[1:])],
 )
-def test_what_a_hook_changes_in_an_optimizers_state_dict_is_refused(tmp_path, hook, wrap):
-    state, inner = wrapped_state(wrap, torch.optim.SGD, lr=0.1)
-    if wrap is alone:
+def test_what_a_hook_changes_in_an_optimizers_state_dict_is_refused(tmp_path, name, wrap):
+    (hook, said), (state, inner) = HOOKS[name], wrapped_state(wrap, torch.optim.SGD, lr=0.1)
+    if wrap == "alone":
         inner.state[state.model.weight]["exp_avg"] = torch.ones(2, 2)
     inner.register_state_dict_post_hook(hook)
-    check_refused(tmp_path, state, f"the state_dict of SGD {HOOKS[hook]}")
+    check_refused(tmp_path, state, f"the state_dict of SGD {said}")
 
 
 def test_what_a_hook_changes_in_a_master_optimizers_state_dict_is_refused(tmp_path):
-    state, _ = wrapped_state(in_masters, torch.optim.SGD, lr=0.1)
-    state.optimizer.register_state_dict_post_hook(changed_rate)
+    state, _ = wrapped_state("in masters", torch.optim.SGD, lr=0.1)
+    state.optimizer.register_state_dict_post_hook(HOOKS["another rate"][0])
     check_refused(tmp_path, state, "returns other values than the optimizer has")
 
 
-@pytest.mark.parametrize("wrap", [*WRAPPERS, in_accelerates])  # the first and the last run by day
+@pytest.mark.parametrize("wrap", WRAPPERS)  # the first and the last run by day
 def test_hooks_around_saves_and_loads_are_called(tmp_path, wrap):
     """An optimizer may unpack its state before `state_dict`, and pack it after `load_state_dict`."""
     packed: list[float] = []
@@ -353,32 +329,22 @@ def test_an_overridden_load_state_dict_is_called_and_changes_no_restored_value(t
     assert called == [inner]
 
 
-def as_lists(_: Any, given: dict[str, Any]) -> dict[str, Any]:
-    groups = [{**group, "betas": list(group["betas"])} for group in given["param_groups"]]
-    return {**given, "param_groups": groups}
-
-
-def with_numbers(_: Any, given: dict[str, Any]) -> None:
-    changed = {"step": 3, "nested": (torch.full((300,), torch.nan), {"count": torch.tensor(2.0)})}
-    given["state"] = {key: state | changed for key, state in given["state"].items()}
-
-
-def with_tensors(_: Any, given: dict[str, Any]) -> None:
-    given["param_groups"][0]["lr"] = torch.tensor(0.1)
-
-
-def row_major(_: Any, given: dict[str, Any]) -> None:
-    given["state"] = {key: {"exp_avg": state["exp_avg"].contiguous()} for key, state in given["state"].items()}
-
-
-def emptied(_: Any, given: dict[str, Any]) -> dict[str, Any]:
-    return {}
+AS_NUMBERS = {"step": 3, "nested": (torch.full((300,), torch.nan), {"count": torch.tensor(2.0)})}
+HARMLESS: dict[str, Hook] = {
+    "a copy": lambda _, given: copy.deepcopy(given),
+    "lists": lambda _, given: {**given, "param_groups": [
+        {**group, "betas": list(group["betas"])} for group in given["param_groups"]]},
+    "numbers": with_states(lambda state: {**state, **AS_NUMBERS}),
+    "tensors": lambda _, given: given["param_groups"][0].update(lr=torch.tensor(0.1)),
+    "row-major": with_states(lambda state: {"exp_avg": state["exp_avg"].contiguous()}),
+    "nothing": lambda _, given: {},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("hook", [copied, as_lists, with_numbers, with_tensors, row_major, emptied])
+@pytest.mark.parametrize("name", HARMLESS)
 @pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate parameters")
-def test_a_hook_that_omits_states_or_returns_equal_values_in_another_form_is_accepted(tmp_path, hook, tied):
+def test_a_hook_that_omits_states_or_returns_equal_values_in_another_form_is_accepted(tmp_path, name, tied):
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     if tied:
         model[1].weight = model[0].weight
@@ -388,7 +354,7 @@ def test_a_hook_that_omits_states_or_returns_equal_values_in_another_form_is_acc
     for parameter in state.model.parameters():
         moment = torch.arange(16.0).reshape(4, 4).T
         state.optimizer.state[parameter].update(step=torch.tensor(3.0), exp_avg=moment, nested=nested)
-    state.optimizer.register_state_dict_post_hook(hook)
+    state.optimizer.register_state_dict_post_hook(HARMLESS[name])
     save(tmp_path, state)
 
 
@@ -431,17 +397,16 @@ def test_a_state_dict_that_is_no_dict_like_torchs_is_refused_by_name(tmp_path, g
     check_refused(tmp_path, state, "optimizer: the state_dict of Odd is .*, expected a dict with a dict 'state'")
 
 
-@pytest.mark.parametrize(("hook", "where"), [(changed_rate, "returns other values"), (added_setting, "has 'more'")])
-def test_what_a_hook_changes_in_the_state_dict_of_flashoptim_is_refused(tmp_path, hook, where):
+@pytest.mark.parametrize("name", ["another rate", "another setting"])
+def test_what_a_hook_changes_in_the_state_dict_of_flashoptim_is_refused(tmp_path, name):
     flashoptim = pytest.importorskip("flashoptim", reason="it needs a newer numpy than the lowest")
-
     settings = {"quantize": False, "fused": False, "master_weight_bits": None}
     state = optimized(nn.Linear(4, 4), flashoptim.FlashAdamW, **settings)
     state.model(torch.ones(1, 4)).sum().backward()
     state.optimizer.step()
     save(tmp_path / "without", state)
-    state.optimizer.register_state_dict_post_hook(hook)
-    check_refused(tmp_path, state, f"the state_dict of FlashAdamW {where}")
+    state.optimizer.register_state_dict_post_hook(HOOKS[name][0])
+    check_refused(tmp_path, state, f"the state_dict of FlashAdamW {HOOKS[name][1][:20]}")
 
 
 @on_ranks(2)

@@ -19,7 +19,7 @@ from ckptkit import CheckpointManager, RetentionPolicy, TrainState
 from ckptkit.offline.copy import copy
 from ckptkit.offline.reshard import reshard
 from ckptkit.offline.verify import verify
-from tests.checkpoint.states import bits, different
+from tests.checkpoint.states import Kept, bits, different
 from tests.checkpoint.test_meshes import MESHES, fill, filled, model_on, size_of
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -63,20 +63,11 @@ def drawn(seed: int) -> list[Job]:
     return jobs
 
 
-class Data:
+class Data(Kept):
     """A dataloader whose ranks join what all of them read."""
 
-    def __init__(self) -> None:
-        self.seen = 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"seen": self.seen}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.seen = state["seen"]
-
     def merge_ranks(self, saved: list[dict[str, int]], rank: int, world_size: int) -> dict[str, int]:
-        return {"seen": sum(state["seen"] for state in saved)}
+        return {"value": sum(state["value"] for state in saved)}
 
 
 def values(state: TrainState) -> dict[str, Any]:
@@ -99,7 +90,7 @@ def is_loaded(option: str, key: str) -> bool:
 def run(job: Job, root: str, expected: int | None, seen: int) -> tuple[int, ...]:
     """Load step `expected`, and save; return the steps that are left."""
     state, experts = model_on(job.mesh, job.interleaved, job.low)
-    data = state.dataloader = Data()
+    data = state.dataloader = Data(0)
     fill(state, experts, 900)
     before = values(state)
     steps = [*range(job.first, job.first + len(job.saves))]
@@ -116,10 +107,10 @@ def run(job: Job, root: str, expected: int | None, seen: int) -> tuple[int, ...]
             assert {key for key in report.loaded if key.startswith("model.")} == {
                 key for key in saved if key.startswith("model.") and is_loaded(job.option, key)
             }
-            assert (data.seen, report.missing, report.unexpected) == (seen, [], [])
+            assert (data.value, report.missing, report.unexpected) == (seen, [], [])
         for step, in_background in zip(steps, job.saves, strict=True):
             fill(state, experts, step)
-            data.seen = step + dist.get_rank()
+            data.value = step + dist.get_rank()
             if in_background:
                 handle = manager.save_async(step, state)
                 fill(state, experts, 1000 + step)  # while it is written
@@ -131,7 +122,7 @@ def run(job: Job, root: str, expected: int | None, seen: int) -> tuple[int, ...]
             assert done.kept == len(left)
         if job.overwrite:
             fill(state, experts, steps[-1])
-            data.seen = steps[-1] + dist.get_rank()
+            data.value = steps[-1] + dist.get_rank()
             manager.save(steps[-1], state, overwrite=True)
         if left[0] in steps:
             manager.load(state, left[0])

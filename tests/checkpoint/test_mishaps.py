@@ -172,7 +172,7 @@ def test_a_load_of_latest_retries_after_a_rotation(tmp_path, monkeypatch, times)
     """Before the load pins a checkpoint, another job saves the next one and rotates it away."""
     left = list(range(1 + times, 1, -1))
 
-    def move_on(*_: Any) -> None:
+    def move_on(*_: Any, **__: Any) -> None:
         if left:
             states.save(tmp_path, linear(left[-1]), left.pop())
             rotate(open_store(str(tmp_path)), RetentionPolicy(max_num=1))

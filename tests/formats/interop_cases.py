@@ -98,7 +98,7 @@ TENSORS: list[Case] = [
     ("requires grad", lambda: _real().requires_grad_()),
     ("not a leaf", lambda: _real().requires_grad_() * 2),
     ("subclass", lambda: _real().as_subclass(Doubled)),
-    ("with an attribute", lambda: _tagged(_real())),
+    ("with an attribute", lambda: _attributed(_real())),
     ("sparse coo", lambda: _real().relu().to_sparse()),
     ("sparse coo not coalesced", lambda: torch.sparse_coo_tensor([[0, 0, 1], [1, 1, 2]], [1.0, 2.0, 3.0], (2, 3))),
     ("sparse hybrid", lambda: torch.sparse_coo_tensor([[0, 2]], torch.ones(2, 3), (4, 3)).coalesce()),
@@ -115,11 +115,6 @@ TENSORS: list[Case] = [
     *((f"quantized per channel {name}", functools.partial(_per_channel, getattr(torch, name))) for name in QUANTIZED),
     ("quantized per channel by floats", _float_channel),
 ]  # fmt: skip
-
-
-def _tagged(tensor: torch.Tensor) -> torch.Tensor:
-    tensor.note = "seen"  # type: ignore[attr-defined]
-    return tensor
 
 
 class Colour(enum.Enum):

@@ -503,6 +503,7 @@ def test_rotation_counts_committed_checkpoints_by_step(tmp_path):
     strategy, model, _, _ = session()
     for step in (1, 2, 3, 10, 10):
         strategy.save_ckpt(model, tmp_path, f"global_step{step}", max_num=2)
+    dist.barrier()  # rank 0 deletes after the save
     assert sorted(path.name for path in tmp_path.glob("global*")) == ["global_step10", "global_step3"]
     assert (tmp_path / "tensorboard").exists()
 
@@ -515,6 +516,7 @@ def test_rotation_keeps_the_checkpoint_that_the_job_resumed_from(tmp_path):
     strategy.load_ckpt(model, tmp_path, which=1)
     for step in (3, 4):
         strategy.save_ckpt(model, tmp_path, step=step, max_num=1)
+    dist.barrier()  # rank 0 deletes after the save
     assert sorted(path.name for path in tmp_path.glob("step_*")) == ["step_00000001", "step_00000004"]
 
 

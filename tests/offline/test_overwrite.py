@@ -107,20 +107,10 @@ ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
 TWO_ADAPTERS = (*ADAPTER, *(f"other/{name}" for name in (*ADAPTER, "scores.json")))
 
 
-def _of_a_trainer(out: Path) -> None:
-    for folder in (out, out / "checkpoint-500"):
-        shutil.copytree(model_of(LLAMA), folder)
-
-
 def _with_an_edited_card(out: Path) -> None:
     write(out, {"to": "hf"})
     replace(out, {"to": "hf"})  # the card itself is no obstacle
     (out / "README.md").write_text((out / "README.md").read_text().replace("# ", "# My model: ", 1))
-
-
-def _with_a_link(out: Path) -> None:
-    write(out, {"to": "hf"})
-    (out / "config.json").symlink_to(out.parent)
 
 
 @pytest.mark.parametrize(("made", "said"), [
@@ -128,10 +118,10 @@ def _with_a_link(out: Path) -> None:
      "notes.txt, photo.jpg, thesis.pdf, ..."),
     *((lambda out, at=at: write(out.joinpath(*at, "step_00000007"), {"world_size": 1}), top)
       for at, top in (("", "step_00000007/"), ("a", "a/"), ("ab", "a/"))),
-    (_of_a_trainer, "checkpoint-500/"),
+    (lambda out: [shutil.copytree(model_of(LLAMA), out / name) for name in ("", "checkpoint-500")], "checkpoint-500/"),
     (_with_an_edited_card, "README.md"),
     (lambda out: add(out, "LICENSE"), ""),  # no checkpoint
-    (_with_a_link, "config.json"),
+    (lambda out: (write(out, {"to": "hf"}), (out / "config.json").symlink_to(out.parent)), "config.json"),
     (lambda out: [add(out, name) for name in TWO_ADAPTERS], "other/scores.json"),
 ])  # fmt: skip
 def test_a_directory_with_files_of_the_user_is_refused_by_name(tmp_path, made, said):
@@ -153,13 +143,8 @@ def test_a_foreign_file_in_an_export_is_refused_by_name(tmp_path, target, name):
     refused(tmp_path / "out", add(tmp_path / "out", name))
 
 
-def _zip(place: Path) -> None:
-    with zipfile.ZipFile(place, "w") as archive:
-        archive.writestr("word/document.xml", "mine")
-
-
 @pytest.mark.parametrize("written", [
-    _zip, lambda place: place.write_bytes(pickle.dumps({"mine": 1})),
+    lambda place: zipfile.ZipFile(place, "w").close(), lambda place: place.write_bytes(pickle.dumps({"mine": 1})),
     lambda place: place.write_bytes(b"a firmware image, or whatever ends in .pt"),
 ], ids=["zip", "pickle", "firmware"])  # fmt: skip
 @pytest.mark.parametrize("to", ["torch", "hf"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import uuid
+from pathlib import Path
 
 import peft
 import pytest
@@ -33,17 +34,23 @@ def saved(url, models, state_dict_type="sharded"):
     return f"{url}/latest"
 
 
+def passed_on(source, folder, *forms):
+    """Return the URL of a checkpoint after a conversion to each of these formats, or after a reshard."""
+    for form in forms:
+        if form == "resharded":
+            source = reshard(source, str(folder / form), world_size=2).dst
+        elif form != "saved":
+            source = convert(source, str(folder / form), to=form, include=["*"]).dst
+    return source
+
+
 @pytest.mark.parametrize("state_dict_type", ["sharded", "full"])
 @pytest.mark.parametrize("form", ["saved", "resharded", "dcp"])
 @pytest.mark.parametrize("where", ["disk", "memory"])  # an object store has the data of a step in a folder
 def test_an_export_of_one_of_several_models_has_this_model_s_config(tmp_path, state_dict_type, form, where):
     root = str(tmp_path / "run") if where == "disk" else f"memory://{uuid.uuid4().hex}"
     source = saved(root, {"actor": model(layers=1), "critic": model(layers=2)}, state_dict_type)
-    if form == "resharded":
-        source = reshard(source, str(tmp_path / "resharded"), world_size=2).dst
-    if form == "dcp":
-        convert(source, str(tmp_path / "dcp"), to="dcp", include=["*"])
-        source = str(tmp_path / "dcp")
+    source = passed_on(source, tmp_path, form)
     for name, layers in {"actor": 1, "critic": 2}.items():
         out = tmp_path / name
         convert(source, str(out), strip_prefix=name)
@@ -63,18 +70,15 @@ def test_a_reshard_keeps_the_adapter_s_config(tmp_path, several):
     assert peft.LoraConfig.from_pretrained(tmp_path / "out").r == 2
 
 
-@pytest.mark.parametrize("form", ["saved", "dcp", "resharded", "resharded dcp"])
-def test_each_of_several_adapters_has_its_own_config(tmp_path, form):
+@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize("forms", ["saved", "dcp", "local", "resharded", "dcp resharded"])
+def test_each_of_several_adapters_has_its_own_config(tmp_path, forms, several):
     both = model(rank=2)
     both.add_adapter("other", peft.LoraConfig(r=2, lora_alpha=64, task_type="CAUSAL_LM"))
-    source = saved(str(tmp_path / "run"), both)
-    if "dcp" in form:
-        convert(source, str(tmp_path / "dcp"), to="dcp")
-        source = str(tmp_path / "dcp")
-    if "resharded" in form:
-        source = reshard(source, str(tmp_path / "resharded"), world_size=2).dst
+    source = saved(str(tmp_path / "run"), {"actor": both, "critic": model()} if several else both)
+    source = passed_on(source, tmp_path, *forms.split())
     for name, other, alpha in (("default", "other", 8), ("other", "default", 64)):
-        convert(source, str(tmp_path / name), exclude=[f"*.{other}.*"])
+        convert(source, str(tmp_path / name), strip_prefix="actor" if several else None, exclude=[f"*.{other}.*"])
         assert peft.LoraConfig.from_pretrained(tmp_path / name).lora_alpha == alpha
 
 
@@ -84,15 +88,12 @@ def test_files_beside_plain_dcp_are_kept(tmp_path, to):
     dcp.save({"model": adapter.state_dict()}, checkpoint_id=tmp_path / "dcp")
     adapter.base_model.model.config.save_pretrained(tmp_path / "dcp")
     adapter.peft_config["default"].save_pretrained(tmp_path / "dcp")
-    if to == "resharded":
-        reshard(str(tmp_path / "dcp"), str(tmp_path / "out"), world_size=2)
-    else:
-        convert(str(tmp_path / "dcp"), str(tmp_path / "out"), to=to)
+    out = passed_on(str(tmp_path / "dcp"), tmp_path / "out", to)
     for name, key in {"config.json": "num_hidden_layers", "adapter_config.json": "r"}.items():
-        before, after = (json.loads((tmp_path / at / name).read_text())[key] for at in ("dcp", "out"))
+        before, after = (json.loads(Path(at, name).read_text())[key] for at in (tmp_path / "dcp", out))
         assert before == after, name
-    assert verify(str(tmp_path / "out")).ok
-    convert(str(tmp_path / "out"), str(tmp_path / "exported"))
+    assert verify(out).ok
+    convert(out, str(tmp_path / "exported"))
     assert peft.LoraConfig.from_pretrained(tmp_path / "exported").r == 2
 
 
@@ -104,12 +105,9 @@ def test_a_single_torch_file_has_no_files_beside_it(tmp_path):
 
 @pytest.mark.parametrize("to", ["dcp", "local", "resharded"])
 def test_a_model_whose_name_looks_like_a_side_file_keeps_its_folder(tmp_path, to):
-    source, out = saved(str(tmp_path / "run"), {"tokenizer": model(layers=2), "dit": model(layers=1)}), tmp_path / "out"
-    if to == "resharded":
-        reshard(source, str(out), world_size=2)
-    else:
-        convert(source, str(out), to=to)
-    found = {path.parent.name: json.loads(path.read_text())["num_hidden_layers"] for path in out.rglob("config.json")}
+    source = saved(str(tmp_path / "run"), {"tokenizer": model(layers=2), "dit": model(layers=1)})
+    configs = Path(passed_on(source, tmp_path / "out", to)).rglob("config.json")
+    found = {path.parent.name: json.loads(path.read_text())["num_hidden_layers"] for path in configs}
     assert found == {"tokenizer": 2, "dit": 1}
 
 
@@ -130,15 +128,3 @@ def test_the_adapter_config_of_the_parent_directory_is_not_copied_for_a_model_wi
     (tmp_path / "adapter_config.json").write_text('{"r": 4, "lora_alpha": 8}')
     convert(str(tmp_path / "dcp"), str(tmp_path / "out"), to=to)
     assert not (tmp_path / "out" / "adapter_config.json").exists()
-
-
-@pytest.mark.parametrize("form", ["saved", "dcp", "local"])
-def test_each_of_several_adapters_of_one_of_several_models_has_its_own_config(tmp_path, form):
-    both = model(rank=2)
-    both.add_adapter("other", peft.LoraConfig(r=2, lora_alpha=64, task_type="CAUSAL_LM"))
-    source = saved(str(tmp_path / "run"), {"actor": both, "critic": model()})
-    if form != "saved":
-        source = convert(source, str(tmp_path / form), to=form).dst
-    for name, other, alpha in (("default", "other", 8), ("other", "default", 64)):
-        convert(source, str(tmp_path / name), strip_prefix="actor", exclude=[f"*.{other}.*"])
-        assert peft.LoraConfig.from_pretrained(tmp_path / name).lora_alpha == alpha

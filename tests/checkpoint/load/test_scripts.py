@@ -64,16 +64,6 @@ def script(**parts: Any) -> dict[str, Any]:
     return {"model": nn.Linear(3, 2).state_dict(), **parts}
 
 
-class WithExtraState(nn.Linear):
-    """Has extra state that contains a tensor."""
-
-    def get_extra_state(self) -> Any:
-        return {"amax": torch.ones(2), "calls": 3}
-
-    def set_extra_state(self, state: Any) -> None:
-        raise AssertionError("another program's extra state must not be restored")
-
-
 def _whole(state: TrainState) -> dict[str, Any]:
     return {"model": state.model.state_dict(), "optimizer": state.optimizer.state_dict()}
 
@@ -93,12 +83,13 @@ def _flattened(state: TrainState) -> dict[str, Any]:
 @pytest.mark.parametrize("saved_as", [_whole, _flattened])
 def test_an_optimizer_with_numbers_or_beside_the_weights_is_restored_from_dcp(saved_as, flatten, tmp_path):
     """dcp.save with what `Optimizer.state_dict` returns, or with the weights and a flattened optimizer in one dict."""
-    theirs = states.trained(WithExtraState(3, 4), lr=0.125)
+    theirs = states.trained(states.WithExtraState(3, 4), lr=0.125)
+    theirs.model.kept = {"amax": torch.ones(2), "calls": 3}
     planner = DefaultSavePlanner(flatten_state_dict=flatten)
     dcp.save(saved_as(theirs), checkpoint_id=tmp_path / "theirs", planner=planner, no_dist=True)
-    mine = states.trained(WithExtraState(3, 4), steps=0, lr=0.5)
+    mine = states.trained(states.WithExtraState(3, 4), steps=0, lr=0.5)
     load(mine, str(tmp_path / "theirs"), tmp_path)
-    assert mine.optimizer.param_groups[0]["lr"] == 0.125
+    assert mine.optimizer.param_groups[0]["lr"] == 0.125 and mine.model.kept is None
     states.check_resumed(mine, theirs)
 
 

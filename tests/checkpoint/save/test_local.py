@@ -105,20 +105,27 @@ def test_the_rank_files_alone_give_the_catalog_of_the_manifest(ranks, tmp_path, 
         assert {s.box for s in entry.slices} == {s.box for s in other.slices}  # without the replicas
 
 
-def test_an_error_names_a_missing_rank_file(ranks, tmp_path):
-    ranks.run(save, 2, tmp_path)
-    (tmp_path / "step_00000001" / "local_00001.safetensors").unlink()
-    with pytest.raises(IncompleteCheckpointError, match=r"those of ranks 1\."):
-        opened(tmp_path)
+FIRST, SECOND = "local_00000.safetensors", "local_00001.safetensors"
 
 
-def test_rank_files_that_were_swapped_are_refused(ranks, tmp_path):
+def swap(step: Path) -> None:
+    (step / SECOND).rename(step / "x")
+    (step / FIRST).rename(step / SECOND)
+    (step / "x").rename(step / FIRST)
+
+
+@pytest.mark.parametrize(
+    ("harm", "error", "said"),
+    [
+        (lambda step: (step / SECOND).unlink(), IncompleteCheckpointError, r"those of ranks 1\."),
+        (swap, CorruptCheckpointError, "another rank"),
+    ],
+    ids=["missing", "swapped"],
+)
+def test_an_error_names_a_rank_file_that_is_missing_or_another_ranks(ranks, tmp_path, harm, error, said):
     ranks.run(save, 2, tmp_path)
-    root = tmp_path / "step_00000001"
-    (root / "local_00001.safetensors").rename(root / "x")
-    (root / "local_00000.safetensors").rename(root / "local_00001.safetensors")
-    (root / "x").rename(root / "local_00000.safetensors")
-    with pytest.raises(CorruptCheckpointError, match="another rank"):
+    harm(tmp_path / "step_00000001")
+    with pytest.raises(error, match=said):
         opened(tmp_path)
 
 
@@ -156,6 +163,5 @@ def test_of_plain_tensors_that_all_ranks_write_the_manifest_lists_the_lowest_ran
         step = tmp_path / "step_00000001"
         tensors = open_catalog(LocalStore(str(step))).tensors
         paths = {name: [s.path for s in entry.slices] for name, entry in tensors.items()}
-        first, second = (["local_00000.safetensors"], ["local_00001.safetensors"])
-        assert paths == {"model.same": first, "model.number": first, "model.own0": first, "model.own1": second}
+        assert paths == {"model.same": [FIRST], "model.number": [FIRST], "model.own0": [FIRST], "model.own1": [SECOND]}
         assert verify(str(step)).ok

@@ -118,29 +118,6 @@ def one(parameter: Any) -> Any:
     return DTensor.from_local(torch.tensor(2.5), parameter.device_mesh, [Replicate()], run_check=False)
 
 
-def of_no_parameter(optimizer: Any, weight: Any) -> None:
-    optimizer.state["all"] = {"moments": [like(weight), one(weight)], "count": 1}
-    optimizer.state["one"] = like(weight)
-
-
-def in_groups(optimizer: Any, weight: Any) -> None:
-    optimizer.param_groups[0].update(scale=one(weight), moments=[torch.ones(3), like(weight)])
-
-
-def own_without_states(optimizer: Any, weight: Any) -> None:
-    optimizer.state["all"] = {"seen": torch.full((300,), float(dist.get_rank()))}
-    optimizer.param_groups[0]["d"] = float(dist.get_rank())
-
-
-def attributes(optimizer: Any, weight: Any) -> None:
-    optimizer.state[weight].update(a=with_attributes(like(weight), tag="x"), b=[with_attributes(like(weight), tag="y")])
-
-
-def parameters(optimizer: Any, weight: Any) -> None:
-    state = {"a": nn.Parameter(like(weight)), "b": like(weight).requires_grad_(), "c": [like(weight).requires_grad_()]}
-    optimizer.state[weight].update(state)
-
-
 def same_on(rank: int, optimizer: Any, weight: Any) -> None:
     first = like(weight)
     shared = like(weight, first.to_local()) if dist.get_rank() == rank % dist.get_world_size() else like(weight)
@@ -154,13 +131,24 @@ def on_the_last_rank(optimizer: Any, weight: Any) -> None:
     optimizer.param_groups[0]["d"] = float(dist.get_rank())
 
 
-SHARDED = {
+SHARDED: dict[str, Callable[[Any, Any], Any]] = {
     "on the last rank": on_the_last_rank,
-    "of no parameter": of_no_parameter,
-    "in groups": in_groups,
-    "of each rank, without other states": own_without_states,
-    "attributes": attributes,
-    "Parameters": parameters,
+    "of no parameter": lambda optimizer, weight: optimizer.state.update(
+        all={"moments": [like(weight), one(weight)], "count": 1}, one=like(weight)
+    ),
+    "in groups": lambda optimizer, weight: optimizer.param_groups[0].update(
+        scale=one(weight), moments=[torch.ones(3), like(weight)]
+    ),
+    "of each rank, without other states": lambda optimizer, weight: (
+        optimizer.state.update(all={"seen": torch.full((300,), float(dist.get_rank()))}),
+        optimizer.param_groups[0].update(d=float(dist.get_rank())),
+    ),
+    "attributes": lambda optimizer, weight: optimizer.state[weight].update(
+        a=with_attributes(like(weight), tag="x"), b=[with_attributes(like(weight), tag="y")]
+    ),
+    "Parameters": lambda optimizer, weight: optimizer.state[weight].update(
+        a=nn.Parameter(like(weight)), b=like(weight).requires_grad_(), c=[like(weight).requires_grad_()]
+    ),
     "one tensor on the first rank": functools.partial(same_on, 0),
     "one tensor on the last rank": functools.partial(same_on, -1),
 }

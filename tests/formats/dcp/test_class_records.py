@@ -107,22 +107,21 @@ def test_a_record_whose_parts_do_not_fit_is_refused_by_name(tmp_path, monkeypatc
         load(url, moment(state_8bit()))
 
 
+NARROW = {"columns": 32}  # a block of 64 elements is two rows of such a shard, but one row of the tensor
+
+
 @pytest.mark.parametrize(
-    ("second", "reason"),
-    [({"block": 128}, r"scale have a value for each block of \[64, 128\]"), ({"signed": False}, "different settings")],
+    ("shards", "dim", "reason"),
+    [
+        ([{}, {"block": 128}], 0, r"scale have a value for each block of \[64, 128\]"),
+        ([{}, {"signed": False}], 0, "different settings"),
+        ([NARROW, NARROW], 1, r"\[8, 64\] and a scale with .* of 64 .* holds \[0, 32\) of dimension 1"),
+    ],
 )
-def test_shards_that_do_not_belong_together_are_refused_by_name(ranks, tmp_path, second, reason):
+def test_shards_that_do_not_belong_together_or_split_a_block_are_refused_by_name(ranks, tmp_path, shards, dim, reason):
     url = str(tmp_path / "theirs")
-    ranks.run(save_shards, 2, url, [{}, second])
+    ranks.run(save_shards, 2, url, shards, dim)
     with pytest.raises(CkptkitError, match=rf"{KEY} .*{reason}"):
-        reshard(url, str(tmp_path / "resharded"), world_size=3)
-
-
-def test_shards_that_split_a_block_are_refused_with_the_numbers(ranks, tmp_path):
-    """A block of 64 elements is two rows of a shard with 32 columns, but one row of the tensor."""
-    url = str(tmp_path / "theirs")
-    ranks.run(save_shards, 2, url, [{"columns": 32}, {"columns": 32}], 1)
-    with pytest.raises(CkptkitError, match=r"\[8, 64\] and a scale with .* of 64 .* holds \[0, 32\) of dimension 1"):
         reshard(url, str(tmp_path / "resharded"), world_size=3)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import struct
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -188,15 +190,19 @@ def test_damage_is_refused(edits):
         read_manifest(changed(**edits))
 
 
+def texts(column: str, *values: str) -> dict[str, Callable[[Any], Any]]:
+    """Return the edits that put these texts into a column."""
+    data = [value.encode() for value in values]
+    return {
+        column: lambda _: np.frombuffer(b"".join(data), np.uint8),
+        f"{column}__ends": lambda _: np.cumsum([len(text) for text in data]),
+    }
+
+
 @pytest.mark.parametrize("path", ["../x", "/etc/passwd", "a/../../b", "a\\b", "a\0b", ""])
 def test_a_path_outside_the_checkpoint_is_refused(path):
-    texts = [path.encode(), b"__1_0.distcp", b"x/y.bin"]
-    edits = {
-        "paths": lambda c: np.frombuffer(b"".join(texts), np.uint8),
-        "paths__ends": lambda c: np.cumsum([len(t) for t in texts]),
-    }
     with pytest.raises(UnsafePathError):
-        read_manifest(changed(**edits))
+        read_manifest(changed(**texts("paths", path, "__1_0.distcp", "x/y.bin")))
 
 
 def test_a_newer_format_is_not_reported_as_damage():
@@ -205,10 +211,8 @@ def test_a_newer_format_is_not_reported_as_damage():
 
 
 def test_a_name_listed_twice_is_refused():
-    names = [b"model.empty", b"model.empty", b"model.none", b"step", b"step", b"w"]
     edits = {
-        "names": lambda c: np.frombuffer(b"".join(names), np.uint8),
-        "names__ends": lambda c: np.cumsum([len(t) for t in names]),
+        **texts("names", "model.empty", "model.empty", "model.none", "step", "step", "w"),
         "tensor__fqn": lambda c: np.zeros(12, np.int32),
         "tensor__parts": lambda c: np.zeros(6, np.uint8),
         "tensor__part": lambda c: np.zeros(0, np.int32),
