@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,11 @@ def failing(error: BaseException | int) -> Callable[..., Any]:
         raise OSError(error, os.strerror(error)) if isinstance(error, int) else error
 
     return fail
+
+
+def die(*args: Any, **more: Any) -> None:
+    """Kill this process."""
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def before(patch: pytest.MonkeyPatch, owner: Any, name: str, act: Callable[..., Any]) -> None:

@@ -19,11 +19,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ckptkit.checkpoint.manager import CheckpointManager
+from ckptkit import CheckpointManager, verify
 from ckptkit.checkpoint.run import commit
 from ckptkit.errors import CkptkitError
 from ckptkit.formats.dcp import files
-from ckptkit.offline.verify import verify
 from tests.checkpoint import killed
 from tests.checkpoint.saving import leftovers
 

@@ -17,8 +17,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from ckptkit.checkpoint.state.train_state import TrainState
-from ckptkit.fsdp.master_weights import MasterWeightOptimizer
+from ckptkit import TrainState
+from ckptkit.fsdp import MasterWeightOptimizer
 
 # Two harmless warnings of torch: a read-only view, and two all-gathers where full_tensor needs two.
 warnings.filterwarnings("ignore", message=".*returned a view tensor.*")

@@ -20,16 +20,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ckptkit.checkpoint.manager import CheckpointManager
-from ckptkit.checkpoint.mapping import open_checkpoint
-from ckptkit.checkpoint.retention import RetentionPolicy
+from ckptkit import CheckpointManager, RetentionPolicy, TrainState, open_checkpoint
 from ckptkit.checkpoint.run.inventory import list_checkpoints
-from ckptkit.checkpoint.state.train_state import TrainState
 from ckptkit.errors import CkptkitError, RankFailedError
 from ckptkit.formats.own.record import data_store
 from ckptkit.offline.prune import prune
-from ckptkit.storage import publish
-from ckptkit.storage.open import open_store
+from ckptkit.storage import open_store, publish
 from tests.checkpoint import crash
 from tests.checkpoint.saving import leftovers, start
 from tests.checkpoint.states import module_of

@@ -18,8 +18,7 @@ from ckptkit.checkpoint.run.commit import begin_save
 from ckptkit.checkpoint.run.coordinator import Coordinator
 from ckptkit.checkpoint.run.inventory import list_checkpoints
 from ckptkit.formats.own.record import CommitRecord, FileRecord, data_store
-from ckptkit.storage.open import open_store
-from ckptkit.storage.store import Store
+from ckptkit.storage import Store, open_store
 
 
 def content(step: int, rank: int, nbytes: int = 3000) -> bytes:

@@ -15,8 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ckptkit.checkpoint.manager import CheckpointManager
-from ckptkit.checkpoint.state.train_state import TrainState
+from ckptkit import CheckpointManager, TrainState
 from ckptkit.errors import CheckpointMismatchError, CkptkitError, SaveError
 
 KINDS = ("sharded", "full", "local")

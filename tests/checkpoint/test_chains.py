@@ -21,11 +21,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
 
-from ckptkit import CheckpointManager, PerRank, RetentionPolicy, TrainState
+from ckptkit import CheckpointManager, PerRank, RetentionPolicy, TrainState, reshard, verify
 from ckptkit.fsdp import MasterWeightOptimizer
 from ckptkit.offline.copy import copy as copy_checkpoint
-from ckptkit.offline.reshard import reshard
-from ckptkit.offline.verify import verify
 from tests.checkpoint.jobs import whole
 from tests.checkpoint.states import Kept, different
 

@@ -15,11 +15,11 @@ import pytest
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
+from ckptkit import verify
 from ckptkit.errors import CkptkitError
 from ckptkit.formats.detect import open_source
 from ckptkit.formats.own.reader import open_catalog
-from ckptkit.offline.verify import verify
-from ckptkit.storage.open import open_store
+from ckptkit.storage import open_store
 from tests.checkpoint import jobs
 from tests.checkpoint.states import KINDS, load, save
 

@@ -15,12 +15,11 @@ from typing import Any
 
 import pytest
 
-from ckptkit.checkpoint.retention import RetentionPolicy
+from ckptkit import RetentionPolicy
 from ckptkit.checkpoint.run.delete import rotate
 from ckptkit.checkpoint.run.inventory import list_checkpoints
 from ckptkit.errors import CkptkitError, StorageError
-from ckptkit.storage.open import open_store
-from ckptkit.storage.store import Store
+from ckptkit.storage import Store, open_store
 from tests.checkpoint.crash import fail_at
 from tests.checkpoint.saving import check, fork, leftovers, save
 from tests.checkpoint.states import refusal

@@ -21,9 +21,8 @@ from ckptkit.errors import (
     StorageError,
     UsageError,
 )
+from ckptkit.storage import Store, open_store
 from ckptkit.storage.local import LocalStore
-from ckptkit.storage.open import open_store
-from ckptkit.storage.store import Store
 from tests.checkpoint.saving import fork, save
 from tests.checkpoint.states import linear
 from tests.patches import refuse

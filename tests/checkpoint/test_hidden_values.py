@@ -19,7 +19,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from ckptkit import TrainState, convert, reshard, verify
 from ckptkit.errors import UnsupportedFormatError
-from ckptkit.fsdp.master_weights import MasterWeightOptimizer
+from ckptkit.fsdp import MasterWeightOptimizer
 from ckptkit.integrations.torchtitan import _joined
 from tests.checkpoint.hidden import HIDDEN as ALL
 from tests.checkpoint.hidden import Opaque, Scaled, Tagged, scaled

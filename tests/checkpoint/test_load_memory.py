@@ -14,9 +14,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from ckptkit import CheckpointManager, TrainState
 from ckptkit.checkpoint.load import apply, read
-from ckptkit.checkpoint.manager import CheckpointManager
-from ckptkit.checkpoint.state.train_state import TrainState
 from ckptkit.errors import (
     CorruptCheckpointError,
     IncompleteCheckpointError,
@@ -27,7 +26,7 @@ from ckptkit.errors import (
     UsageError,
 )
 from ckptkit.formats.own.reader import open_catalog
-from ckptkit.fsdp.master_weights import MasterWeightOptimizer
+from ckptkit.fsdp import MasterWeightOptimizer
 from ckptkit.storage import open_store
 from tests.checkpoint import jobs
 from tests.checkpoint.states import (

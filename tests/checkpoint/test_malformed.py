@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from ckptkit.checkpoint.state.train_state import TrainState
+from ckptkit import TrainState
 from ckptkit.errors import CheckpointMismatchError, CorruptCheckpointError, LoadError
 from tests.checkpoint.states import WithExtraState, check_misfit, save
 from tests.hostile.records import edit_json, reseal

@@ -18,10 +18,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from ckptkit.checkpoint.manager import CheckpointManager
+from ckptkit import CheckpointManager, verify
 from ckptkit.checkpoint.run.coordinator import Coordinator
 from ckptkit.errors import CkptkitError, NoSpaceError, RankFailedError
-from ckptkit.offline.verify import verify
 from tests.checkpoint import full_disk, killed
 from tests.checkpoint.crash import Fault, failing
 from tests.checkpoint.full_disk import FILESYSTEMS, NEED, agreed, disk, sizes

@@ -15,10 +15,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from ckptkit import CheckpointManager, RetentionPolicy, TrainState
-from ckptkit.offline.copy import copy
-from ckptkit.offline.reshard import reshard
-from ckptkit.offline.verify import verify
+from ckptkit import CheckpointManager, RetentionPolicy, TrainState, copy, reshard, verify
 from tests.checkpoint.states import Kept, bits, different
 from tests.checkpoint.test_meshes import MESHES, fill, filled, model_on, size_of
 

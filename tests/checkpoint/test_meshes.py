@@ -18,11 +18,9 @@ from torch.distributed.tensor import Shard as DTensorShard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from ckptkit import CheckpointManager, Shard, TrainState, open_checkpoint
+from ckptkit import CheckpointManager, Shard, TrainState, convert, open_checkpoint, reshard
 from ckptkit.errors import UsageError
-from ckptkit.fsdp.master_weights import MasterWeightOptimizer
-from ckptkit.offline.convert import convert
-from ckptkit.offline.reshard import reshard
+from ckptkit.fsdp import MasterWeightOptimizer
 from tests.checkpoint import states
 from tests.checkpoint.hidden import Scaled
 from tests.checkpoint.states import check_misfit, check_refused, module_of, on_all, optimized, refusal

@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from ckptkit import RetentionPolicy
 from ckptkit.checkpoint.load import choose as loader_module
 from ckptkit.checkpoint.manager import CheckpointManager, SignalWatch
-from ckptkit.checkpoint.retention import RetentionPolicy
 from ckptkit.checkpoint.run import coordinator
 from ckptkit.checkpoint.run import inventory as inventory_module
 from ckptkit.checkpoint.run.coordinator import Coordinator
@@ -27,9 +27,9 @@ from ckptkit.checkpoint.run.delete import delete_checkpoint, rotate
 from ckptkit.checkpoint.run.inventory import choose
 from ckptkit.checkpoint.save.saver import Saver
 from ckptkit.errors import RankFailedError
+from ckptkit.storage import open_store
 from ckptkit.storage.local import LocalStore
 from ckptkit.storage.lock import open_attempts
-from ckptkit.storage.open import open_store
 from tests.checkpoint import jobs, states
 from tests.checkpoint.saving import save, steps
 from tests.checkpoint.states import linear, value_of

@@ -23,7 +23,7 @@ from ckptkit.errors import (
     UnsupportedFormatError,
     UsageError,
 )
-from ckptkit.storage.open import open_store
+from ckptkit.storage import open_store
 from tests.checkpoint.states import Kept, linear, load, optimized, refusal, save, value_of
 from tests.checkpoint.test_adoption import job, write
 from tests.patches import after, before, refuse
@@ -61,21 +61,6 @@ def archive(path: Path) -> None:
         made.addfile(tarfile.TarInfo("model.pt"))
 
 
-def dcp_without_metadata(folder: Path) -> None:
-    put(folder / "__0_0.distcp")
-
-
-def weights_and_steps_below(root: Path) -> None:
-    trainer_step(root, 0, optimizer=False)
-    trainer_step(root / "checkpoints" / "checkpoint-5", 5)
-
-
-def many_folders(root: Path) -> None:
-    for at in range(100):
-        put(root / f"a{at:03}" / "x.txt")
-    trainer_step(root / "checkpoints" / "checkpoint-5", 5)
-
-
 def link(root: Path, name: str, target: Path) -> None:
     root.mkdir(parents=True, exist_ok=True)
     (root / name).symlink_to(target)
@@ -91,9 +76,15 @@ LOST: dict[str, Callable[[Path], Any]] = {
     "steps deep below": lambda root: trainer_step(root / "a/b/c/d/checkpoint-5", 5),
     "a file deep below": lambda root: script_file(root / "my/lightning_logs/version_0/checkpoints/epoch=1.ckpt", 1),
     "a hidden folder": lambda root: trainer_step(root / ".checkpoints" / "checkpoint-5", 5),
-    "steps below final weights": weights_and_steps_below,
-    "steps after 100 folders": many_folders,
-    "an unfinished DCP save below": lambda root: dcp_without_metadata(root / "a" / "foo"),
+    "steps below final weights": lambda root: (
+        trainer_step(root, 0, optimizer=False),
+        trainer_step(root / "checkpoints" / "checkpoint-5", 5),
+    ),
+    "steps after 100 folders": lambda root: (
+        [put(root / f"a{at:03}" / "x.txt") for at in range(100)],
+        trainer_step(root / "checkpoints" / "checkpoint-5", 5),
+    ),
+    "an unfinished DCP save below": lambda root: put(root / "a" / "foo" / "__0_0.distcp"),
     "an empty step": lambda root: (root / "checkpoint-5").mkdir(parents=True),
     "a step without its record": lambda root: Path(save(root, linear(), 5), "step_00000005/checkpoint.json").unlink(),
     "a step with only a config": lambda root: put(root / "runs" / "global_step5" / "config.json"),

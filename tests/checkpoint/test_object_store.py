@@ -12,21 +12,19 @@ from typing import Any
 import pytest
 import torch
 
-from ckptkit import CheckpointManager, RetentionPolicy
+from ckptkit import CheckpointManager, RetentionPolicy, verify
 from ckptkit.checkpoint.run.attempt import RemotePlace
 from ckptkit.checkpoint.run.commit import begin_save, clean_leftovers
 from ckptkit.checkpoint.run.delete import rotate
 from ckptkit.checkpoint.run.inventory import list_checkpoints, resolve
 from ckptkit.errors import CheckpointExistsError, LeaseHeldError, RankFailedError, SaveError
 from ckptkit.formats.own.record import CommitRecord
-from ckptkit.offline.verify import verify
+from ckptkit.storage import Store, open_store
 from ckptkit.storage import lock as leases
 from ckptkit.storage.lock import Lease, acquire_lease
 from ckptkit.storage.objects import RemoteStore
-from ckptkit.storage.open import open_store
 from ckptkit.storage.publish import stage
 from ckptkit.storage.s3 import S3Api
-from ckptkit.storage.store import Store
 from tests.checkpoint import states
 from tests.checkpoint.crash import kill_at_request
 from tests.checkpoint.saving import check, fork, save, steps

@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from ckptkit import TrainState, convert, reshard, verify
 from ckptkit.errors import CheckpointMismatchError
 from ckptkit.formats.dcp.subclasses import with_lower_bits as of_a_load
-from ckptkit.fsdp.master_weights import MasterWeightOptimizer
+from ckptkit.fsdp import MasterWeightOptimizer
 from ckptkit.offline.export.dequantize_formulas import Stored, with_lower_bits
 from tests.checkpoint.states import KINDS, bits, check_misfit, different, load, load_all, refusal, save
 from tests.ranks import on_ranks

@@ -10,13 +10,9 @@ from typing import Any
 
 import pytest
 
-from ckptkit.checkpoint.manager import CheckpointManager
-from ckptkit.checkpoint.retention import RetentionPolicy
+from ckptkit import CheckpointManager, RetentionPolicy, convert, reshard
 from ckptkit.checkpoint.run.delete import rotate
-from ckptkit.offline.convert import convert
-from ckptkit.offline.reshard import reshard
-from ckptkit.storage import publish
-from ckptkit.storage.open import open_store
+from ckptkit.storage import open_store, publish
 from tests.checkpoint import states
 from tests.checkpoint.crash import watch
 from tests.checkpoint.killed import state
@@ -109,10 +105,6 @@ def _below(names: set[str], path: str) -> list[str]:
     return sorted(name for name in names if name == path or name.startswith(path + "/"))
 
 
-def _matches(forget: str, path: str) -> bool:
-    return forget in path if "." in forget else path.endswith(forget)
-
-
 def _saves(root: str, kind: str, recorder: Recorder) -> None:
     for step, options in ((1, {}), (2, {}), (2, {"overwrite": True})):
         save(root, step, sync=False, **options)
@@ -146,7 +138,13 @@ def _traced(say: Callable[[bytes], Any], root: str, job: Job, kind: str, swap: b
     recorder = Recorder()
     if forget:
         fsync = os.fsync  # the recorded one: an omitted call leaves no event
-        os.fsync = lambda fd: None if _matches(forget, os.readlink(f"/proc/self/fd/{fd}")) else fsync(fd)
+
+        def forgetful(fd: int) -> None:
+            path = os.readlink(f"/proc/self/fd/{fd}")
+            if not (forget in path if "." in forget else path.endswith(forget)):
+                fsync(fd)
+
+        os.fsync = forgetful
     job(root, kind, recorder)
     happened = [event for event in recorder.events if swap or event[0] != "exchange"]
     say(json.dumps([*happened, ("returned", "", "")]).encode())

@@ -27,15 +27,21 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from ckptkit import DCPLoadPlanner, DCPReader, DCPSavePlanner, DCPWriter, TrainState
+from ckptkit import (
+    DCPLoadPlanner,
+    DCPReader,
+    DCPSavePlanner,
+    DCPWriter,
+    TrainState,
+    convert,
+    diff,
+    merge,
+    reshard,
+    verify,
+)
 from ckptkit import Shard as DeclaredShard
 from ckptkit.cli.main import main
 from ckptkit.errors import CorruptCheckpointError, UnsupportedFormatError, UsageError
-from ckptkit.offline.convert import convert
-from ckptkit.offline.diff import diff
-from ckptkit.offline.merge import merge
-from ckptkit.offline.reshard import reshard
-from ckptkit.offline.verify import verify
 from tests.checkpoint.states import (
     bits,
     check_misfit,

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from ckptkit.checkpoint.manager import CheckpointManager
-from ckptkit.checkpoint.state.train_state import TrainState
+from ckptkit import CheckpointManager, TrainState
 from tests.checkpoint import jobs
 from tests.checkpoint.states import different, load_all
 from tests.ranks import run_ranks

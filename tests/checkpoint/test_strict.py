@@ -19,12 +19,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from ckptkit import open_checkpoint
+from ckptkit import CheckpointManager, PerRank, TrainState, open_checkpoint
 from ckptkit.catalog.entry import Role
-from ckptkit.checkpoint.manager import CheckpointManager
-from ckptkit.checkpoint.state.train_state import PerRank, TrainState
 from ckptkit.errors import CheckpointMismatchError, UsageError
-from ckptkit.fsdp.master_weights import MasterWeightOptimizer
+from ckptkit.fsdp import MasterWeightOptimizer
 from tests.checkpoint.states import (
     Kept,
     WithExtraState,

@@ -24,10 +24,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import ckptkit
-from ckptkit.checkpoint.manager import CheckpointManager
+from ckptkit import CheckpointManager, TrainState
 from ckptkit.checkpoint.run.coordinator import Coordinator
-from ckptkit.checkpoint.state.train_state import TrainState
 from tests.checkpoint.states import linear, module_of
+from tests.patches import before
 from tests.ranks import on_ranks, run_script
 
 ROOT = f"{Path(ckptkit.__file__).parent}/"
@@ -122,19 +122,16 @@ class Messages:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.told = self.settled = self.messages = 0
-        post, gather = Coordinator._post, Coordinator.all_gather
 
-        def counted(coordinator: Any, value: Any, ranks: Any) -> Any:
+        def count(coordinator: Any, value: Any, ranks: Any) -> None:
             self.messages += len(ranks)
             self.told += len(ranks) * len(pickle.dumps(value))
-            return post(coordinator, value, ranks)
 
-        def settled(coordinator: Any, value: bytes) -> Any:
+        def settle(coordinator: Any, value: bytes) -> None:
             self.settled += 1
-            return gather(coordinator, value)
 
-        monkeypatch.setattr(Coordinator, "_post", counted)
-        monkeypatch.setattr(Coordinator, "all_gather", settled)
+        before(monkeypatch, Coordinator, "_post", count)
+        before(monkeypatch, Coordinator, "all_gather", settle)
 
     def take(self) -> tuple[int, int, int]:
         found = self.settled, self.messages, self.told

@@ -14,8 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from ckptkit.checkpoint.manager import CheckpointManager
-from ckptkit.checkpoint.state.train_state import PerRank, TrainState
+from ckptkit import CheckpointManager, PerRank, TrainState
 from ckptkit.errors import CheckpointMismatchError, UsageError
 from tests.checkpoint import jobs, states
 from tests.checkpoint.states import different

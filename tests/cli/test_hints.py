@@ -16,7 +16,7 @@ import ckptkit
 from ckptkit import CheckpointManager, RetentionPolicy
 from ckptkit.cli.main import _COMMANDS, cli
 from ckptkit.errors import CkptkitError, command_line
-from ckptkit.storage.open import open_store
+from ckptkit.storage import open_store
 from tests.checkpoint.killed import state
 from tests.cli.commands import run
 

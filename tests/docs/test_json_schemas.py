@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ckptkit.offline.reshard import reshard
+from ckptkit import reshard
 from tests.cli.commands import run
 
 PAGE = (Path(__file__).parents[2] / "docs" / "json.md").read_text(encoding="utf-8")

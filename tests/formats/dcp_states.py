@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from ckptkit.formats.dcp.torch_api import DCPReader, DCPWriter
+from ckptkit import DCPReader, DCPWriter
 from tests.formats.interop_cases import BYTES, NUMBERS, blank, of_dtype, same
 
 LAYOUTS = {

@@ -16,7 +16,7 @@ import safetensors
 from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.catalog.dtypes import from_safetensors
 from ckptkit.catalog.entry import TensorEntry, TensorSlice
-from ckptkit.storage.store import Store
+from ckptkit.storage import Store
 
 Contents = dict[str, tuple[str, tuple[int, ...], str]]  # name -> dtype, shape, digest of the row-major bytes
 

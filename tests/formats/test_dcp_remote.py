@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from ckptkit import DCPReader, DCPWriter
 from ckptkit.errors import CheckpointExistsError
-from ckptkit.formats.dcp.torch_api import DCPReader, DCPWriter
 from ckptkit.storage import open_store
 from tests.formats.dcp_states import assert_loads, failure, save, state
 from tests.storage import servers

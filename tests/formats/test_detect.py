@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from ckptkit import reshard
 from ckptkit.catalog.entry import Role
 from ckptkit.errors import (
     CheckpointNotFoundError,
@@ -19,7 +20,6 @@ from ckptkit.errors import (
 )
 from ckptkit.formats.detect import identify, open_source
 from ckptkit.formats.trainers.steps import ordered, parse_step
-from ckptkit.offline.reshard import reshard
 from ckptkit.storage import open_store
 from ckptkit.storage.local import LocalStore
 from tests.conftest import ZOO

@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from ckptkit import verify
 from ckptkit.catalog.entry import Role
 from ckptkit.errors import (
     CorruptCheckpointError,
@@ -28,7 +29,6 @@ from ckptkit.formats.detect import open_source
 from ckptkit.formats.nested import insert, with_lists
 from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.torch_save import open_catalog, open_file
-from ckptkit.offline.verify import verify
 from ckptkit.storage.local import LocalStore
 from tests.formats.readback import contents, contents_of_state_dict
 

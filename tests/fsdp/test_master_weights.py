@@ -281,11 +281,6 @@ def test_a_cleared_state_starts_again_from_the_parameters():
     assert masters_match(optimizer)
 
 
-def _copy_data(model, source):
-    for parameter, other in zip(model.parameters(), source.parameters(), strict=True):
-        parameter.data.copy_(other.data)
-
-
 @pytest.mark.parametrize("size", [1, 2])
 @on_ranks("size")
 def test_weights_loaded_after_the_optimizer_was_created_are_kept(tmp_path, size):
@@ -295,7 +290,7 @@ def test_weights_loaded_after_the_optimizer_was_created_are_kept(tmp_path, size)
     strategy.save_ckpt(source, tmp_path, step=1, optimizer=its_optimizer)
     loads = [
         lambda model, _: model.load_state_dict(source.state_dict()),
-        lambda model, _: _copy_data(model, source),
+        lambda model, _: [p.data.copy_(q.data) for p, q in zip(model.parameters(), source.parameters(), strict=True)],
         lambda model, _: dcp.load({"model": model.state_dict()}, checkpoint_id=tmp_path / "step_00000001"),
         lambda model, _: states.load(tmp_path, TrainState(model=model)),
         lambda model, _: states.load(tmp_path, TrainState(model=model), atomic=True),

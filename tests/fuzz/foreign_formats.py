@@ -12,13 +12,12 @@ from pathlib import Path
 import safetensors
 import torch
 
+from ckptkit import convert, reshard
 from ckptkit.formats.detect import open_source
 from ckptkit.formats.hf.header import read_header
 from ckptkit.formats.options import ReadOptions
 from ckptkit.keymaps.file import parse_key_map
-from ckptkit.offline.convert import convert
 from ckptkit.offline.inspect import summarise
-from ckptkit.offline.reshard import reshard
 from ckptkit.storage.local import LocalStore
 from tests.catalog.materialize import whole_target
 from tests.fuzz.mutations import json_text, mutate, mutate_tree, mutate_zip

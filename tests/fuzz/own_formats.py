@@ -17,23 +17,19 @@ from typing import Any
 import numpy as np
 import torch
 
+from ckptkit import CheckpointManager, TrainState, list_run, open_checkpoint, verify
 from ckptkit.checkpoint.load.checkpoint import load_checkpoint
 from ckptkit.checkpoint.load.options import LoadOptions
-from ckptkit.checkpoint.manager import CheckpointManager
-from ckptkit.checkpoint.mapping import open_checkpoint
 from ckptkit.checkpoint.run.coordinator import Coordinator
 from ckptkit.checkpoint.run.inventory import list_checkpoints, resolve
 from ckptkit.checkpoint.run.pins import list_pins
-from ckptkit.checkpoint.state.train_state import TrainState
 from ckptkit.errors import CkptkitError
 from ckptkit.formats.detect import open_source
 from ckptkit.formats.own.columns import pack, unpack
 from ckptkit.formats.own.manifest import Manifest
 from ckptkit.formats.own.record import CommitRecord, _self_digest
 from ckptkit.offline.inspect import summarise
-from ckptkit.offline.listing import list_run
 from ckptkit.offline.prune import prune
-from ckptkit.offline.verify import verify
 from ckptkit.storage.local import LocalStore
 from ckptkit.storage.lock import open_attempts
 from tests.fuzz.mutations import json_text, mutate, mutate_tree

@@ -20,8 +20,7 @@ from unittest import mock
 import torch
 import torch.distributed.checkpoint as torch_dcp
 
-from ckptkit.checkpoint.manager import CheckpointManager
-from ckptkit.checkpoint.state.train_state import TrainState
+from ckptkit import CheckpointManager, TrainState
 from tests.checkpoint import states
 from tests.hostile.harness import Place
 

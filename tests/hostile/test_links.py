@@ -10,12 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckptkit.checkpoint.manager import CheckpointManager
-from ckptkit.checkpoint.retention import RetentionPolicy
+from ckptkit import CheckpointManager, RetentionPolicy, TrainState
 from ckptkit.checkpoint.run.delete import rotate
 from ckptkit.checkpoint.run.inventory import list_checkpoints
 from ckptkit.checkpoint.run.pins import list_pins, pin_forever
-from ckptkit.checkpoint.state.train_state import TrainState
 from ckptkit.errors import CkptkitError, UnsafePathError, UsageError
 from ckptkit.formats.detect import open_source
 from ckptkit.storage.local import LocalStore

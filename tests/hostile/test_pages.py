@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckptkit.checkpoint.manager import CheckpointManager
+from ckptkit import CheckpointManager, TrainState
 from ckptkit.checkpoint.run.pins import pin_forever
-from ckptkit.checkpoint.state.train_state import TrainState
 from ckptkit.redact import printable
 from tests.cli import commands
 from tests.formats.damages import lay

@@ -13,14 +13,11 @@ import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
-from ckptkit import redact
-from ckptkit.checkpoint.manager import CheckpointManager
-from ckptkit.checkpoint.state.train_state import TrainState
+from ckptkit import CheckpointManager, TrainState, convert, redact
 from ckptkit.errors import CheckpointNotFoundError, CkptkitError, StorageError, UsageError
 from ckptkit.integrations.hub import push_folder
-from ckptkit.offline.convert import convert
 from ckptkit.redact import without_secrets
-from ckptkit.storage.open import open_store
+from ckptkit.storage import open_store
 from tests.checkpoint import states
 from tests.cli import commands
 from tests.formats.damages import lay

@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from ckptkit.checkpoint.manager import CheckpointManager
-from ckptkit.checkpoint.retention import RetentionPolicy
+from ckptkit import CheckpointManager, RetentionPolicy
 from ckptkit.checkpoint.run.pins import pin_forever
 from ckptkit.errors import CheckpointMismatchError
 from ckptkit.integrations import lightning_state

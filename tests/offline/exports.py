@@ -23,7 +23,7 @@ from ckptkit.offline.copying.plan import ComputedTensor, Literal
 from ckptkit.offline.export.base import BaseModel, open_base
 from ckptkit.offline.export.hf import HFExport, plan_export
 from ckptkit.offline.export.weights import ExportOptions
-from ckptkit.storage.store import Store
+from ckptkit.storage import Store
 from tests.catalog.materialize import materialize
 from tests.offline.engine import UNITS
 

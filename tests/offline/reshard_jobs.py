@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from ckptkit import CheckpointManager, TrainState
-from ckptkit.fsdp.master_weights import MasterWeightOptimizer
+from ckptkit.fsdp import MasterWeightOptimizer
 from tests.checkpoint import jobs
 from tests.checkpoint.states import module_of
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import os
+import itertools
 import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from ckptkit import convert
 from ckptkit.offline.copying import runs
 from ckptkit.storage import journal
 from tests.checkpoint.saving import fork
 from tests.offline.folders import names, tree
+from tests.patches import after, die
 
 COLUMNS = {"tp_plan": {"*.up.weight": 1, "*.down.weight": 1}, "mesh": {"tp": 2}}
 STEP = 16_000  # so that a small checkpoint takes several steps
@@ -20,15 +23,8 @@ STEP = 16_000  # so that a small checkpoint takes several steps
 
 def dying_after(steps: int) -> None:
     """Let this process kill itself after so many steps are recorded as done."""
-    done, left = journal.Journal.done, [steps]
-
-    def counted(self: journal.Journal, step: int) -> None:
-        done(self, step)
-        left[0] -= 1
-        if not left[0]:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    journal.Journal.done = counted  # type: ignore[method-assign]
+    calls = itertools.count(1)
+    after(pytest.MonkeyPatch(), journal.Journal, "done", lambda *_: next(calls) == steps and die())
 
 
 def killed(command: Callable[..., Any], source: Path, out: Path, steps: int, **options: Any) -> None:

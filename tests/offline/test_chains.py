@@ -11,11 +11,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from ckptkit import CheckpointManager, TrainState
+from ckptkit import CheckpointManager, TrainState, convert, reshard, verify
 from ckptkit.fsdp import MasterWeightOptimizer
-from ckptkit.offline.convert import convert
-from ckptkit.offline.reshard import reshard
-from ckptkit.offline.verify import verify
 from tests.offline.exports import assert_same, read_model
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # peft and transformers deprecate each other's names

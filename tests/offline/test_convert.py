@@ -33,7 +33,7 @@ from ckptkit.keymaps import builtin
 from ckptkit.offline import publish
 from ckptkit.offline.export import hf
 from ckptkit.offline.publish import options_of_both
-from ckptkit.storage.open import open_store
+from ckptkit.storage import open_store
 from tests.cli.commands import run
 from tests.formats.test_zoo import CASES, url_of
 from tests.offline.exports import assert_same, converted, read_model, write_model

@@ -27,9 +27,8 @@ from ckptkit.errors import (
     UsageError,
 )
 from ckptkit.offline import copy as copy_module
-from ckptkit.storage import staging
+from ckptkit.storage import open_store, staging
 from ckptkit.storage.lock import acquire_lease
-from ckptkit.storage.open import open_store
 from tests.checkpoint.crash import kill_at
 from tests.checkpoint.killed import same_as_saved, state
 from tests.checkpoint.saving import fork, leftovers

@@ -15,8 +15,7 @@ import pytest
 from ckptkit import CheckpointManager, RetentionPolicy, convert, reshard, verify
 from ckptkit.checkpoint.run.inventory import list_checkpoints
 from ckptkit.offline.prune import prune
-from ckptkit.storage import staging
-from ckptkit.storage.open import open_store
+from ckptkit.storage import open_store, staging
 from tests.checkpoint.crash import kill_at
 from tests.checkpoint.killed import check_run, state
 from tests.checkpoint.saving import fork, leftovers

@@ -16,8 +16,8 @@ from ckptkit.checkpoint.run.delete import delete_checkpoint
 from ckptkit.checkpoint.run.pins import list_pins
 from ckptkit.errors import CheckpointNotFoundError, CkptkitError, CorruptCheckpointError
 from ckptkit.offline import conversion, reading
+from ckptkit.storage import open_store
 from ckptkit.storage.local import LocalStore
-from ckptkit.storage.open import open_store
 from tests import patches
 from tests.offline.folders import copied, largest, names, refused
 from tests.patches import before

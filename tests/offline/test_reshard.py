@@ -15,7 +15,7 @@ from ckptkit.checkpoint.run.inventory import list_checkpoints
 from ckptkit.errors import IncompleteCheckpointError, IntegrityError, UsageError
 from ckptkit.formats.detect import open_source
 from ckptkit.formats.own.record import read_record
-from ckptkit.storage.open import open_store
+from ckptkit.storage import open_store
 from tests.checkpoint.states import linear, save
 from tests.offline import reshard_jobs
 from tests.offline.folders import copied, flip, refused

@@ -13,8 +13,7 @@ from ckptkit.offline.copying.plan import Plan
 from ckptkit.offline.resharding.mesh import TargetMesh
 from ckptkit.offline.resharding.plan import Identity, plan_reshard
 from ckptkit.offline.resharding.seal import Seal, planned_catalog
-from ckptkit.storage.open import open_store
-from ckptkit.storage.store import Store
+from ckptkit.storage import Store, open_store
 
 HIDDEN, INNER, HEADS, WORDS = 8192, 28672, 1024, 128256
 

@@ -17,6 +17,7 @@ from ckptkit.storage.journal import Journal
 from ckptkit.storage.local import LocalStore
 from tests.offline.folders import names
 from tests.offline.resuming import COLUMNS, STEP, assert_whole, dying_after, went_on
+from tests.patches import failing
 from tests.ranks import RankError, run_ranks
 
 pytestmark = pytest.mark.usefixtures("short_steps")
@@ -89,11 +90,8 @@ def test_a_rank_that_dies_ends_the_others_with_an_error_that_names_it(source, tm
 
 
 def _fails(src: str, dst: str) -> None:
-    def failing(self: Journal, step: int) -> None:
-        raise OSError("the disk is on fire")
-
     if os.environ["RANK"] == "1":
-        Journal.done = failing  # type: ignore[method-assign]
+        Journal.done = failing(OSError("the disk is on fire"))  # type: ignore[method-assign]
     convert(src, dst, **MANY)
 
 

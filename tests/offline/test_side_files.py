@@ -12,10 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 import transformers
 
-from ckptkit import CheckpointManager, TrainState
-from ckptkit.offline.convert import convert
-from ckptkit.offline.reshard import reshard
-from ckptkit.offline.verify import verify
+from ckptkit import CheckpointManager, TrainState, convert, reshard, verify
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`", "ignore:torch.distributed is disabled")
 

@@ -16,7 +16,7 @@ from torch import nn
 import ckptkit
 from ckptkit import TrainState, open_checkpoint, verify
 from ckptkit.errors import CheckpointMismatchError, CkptkitError, UnsupportedFormatError, UsageError
-from ckptkit.fsdp.master_weights import MasterWeightOptimizer
+from ckptkit.fsdp import MasterWeightOptimizer
 from tests.checkpoint.states import load_all, save
 from tests.cli.commands import ran
 from tests.offline.exports import assert_same, converted, read_model, write_model

@@ -10,10 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from ckptkit.checkpoint.manager import CheckpointManager
-from ckptkit.checkpoint.retention import RetentionPolicy
+from ckptkit import CheckpointManager, RetentionPolicy, TrainState
 from ckptkit.checkpoint.run.inventory import list_checkpoints
-from ckptkit.checkpoint.state.train_state import TrainState
 from ckptkit.offline import convert as converting
 from ckptkit.offline import prune as pruning
 from ckptkit.offline import reshard as resharding

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import itertools
 import signal
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from ckptkit.checkpoint.run.pins import list_pins, pin_forever
 from ckptkit.errors import CheckpointExistsError
 from ckptkit.storage.objects import RemoteStore
 from tests.checkpoint.saving import fork
+from tests.patches import before, die
 from tests.remote.runs import Place
 
 ZOO = Path(__file__).parents[1] / "zoo"
@@ -72,17 +73,8 @@ def test_a_foreign_checkpoint_is_copied_to_a_bucket_and_back(name, near, disk):
 
 
 def _killed(say: Any, run: Place, place: Place, nth: int) -> None:
-    count = 0
-    write = RemoteStore.writer
-
-    def writer(self: RemoteStore, *args: Any, **kwargs: Any) -> Any:
-        nonlocal count
-        count += 1
-        if count == nth:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return write(self, *args, **kwargs)
-
-    RemoteStore.writer = writer
+    calls = itertools.count(1)
+    before(pytest.MonkeyPatch(), RemoteStore, "writer", lambda *_, **__: next(calls) == nth and die())
     copied(run, place)
 
 

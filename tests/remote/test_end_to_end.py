@@ -14,11 +14,9 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 
-from ckptkit import DCPReader, DCPWriter, copy
+from ckptkit import DCPReader, DCPWriter, TrainState, copy, diff
 from ckptkit.checkpoint.run.inventory import list_checkpoints
-from ckptkit.checkpoint.state.train_state import TrainState
 from ckptkit.formats.own.record import CommitRecord, record_path, step_name
-from ckptkit.offline.diff import diff
 from ckptkit.storage.store import ReadInto
 from tests.checkpoint import states
 from tests.remote.runs import TWO, Place, full, state_of

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import itertools
 import shutil
 import signal
 from pathlib import Path
@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
+from ckptkit import TrainState, list_run
 from ckptkit.checkpoint.run.delete import rotate
 from ckptkit.checkpoint.run.pins import _announced
-from ckptkit.checkpoint.state.train_state import TrainState
 from ckptkit.errors import CheckpointExistsError, CorruptCheckpointError, IntegrityError
-from ckptkit.offline.listing import list_run
 from ckptkit.storage.objects import RemoteStore
 from tests.checkpoint.saving import fork, save
+from tests.patches import before, die
 from tests.remote.runs import MANY, ONE, UNEVEN, Place
 from tests.storage.proxy import PASS, Answer, only
 
@@ -85,15 +85,8 @@ def test_a_single_object_stays_until_it_is_replaced(damaged, near):
 
 
 def _killed_after_copies(say: Any, place: Place, copies: int) -> None:
-    left, copy = [copies], RemoteStore.copy_to
-
-    def counted(self: RemoteStore, *args: Any) -> None:
-        if not left[0]:
-            os.kill(os.getpid(), signal.SIGKILL)
-        left[0] -= 1
-        copy(self, *args)
-
-    RemoteStore.copy_to = counted
+    calls = itertools.count()
+    before(pytest.MonkeyPatch(), RemoteStore, "copy_to", lambda *_: next(calls) == copies and die())
     place.make(**OVER)
 
 

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from ckptkit import convert
 from ckptkit.errors import CheckpointExistsError, IntegrityError, StorageError
 from ckptkit.formats.detect import open_source
-from ckptkit.offline.convert import convert
 from ckptkit.storage import ledger, owner, publish_remote, upload
 from ckptkit.storage.ledger import FOLDER, Ledger
 from ckptkit.storage.objects import RemoteStore

@@ -13,9 +13,8 @@ from collections.abc import Callable
 import pytest
 from torch import nn
 
-from ckptkit.checkpoint.state.train_state import TrainState
+from ckptkit import TrainState, diff
 from ckptkit.errors import CkptkitError
-from ckptkit.offline.diff import diff
 from tests.checkpoint import states
 from tests.remote.runs import TWO, Place, full, on, run_cli, state_of
 from tests.storage import servers

@@ -9,11 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from ckptkit import CheckpointManager, RetentionPolicy, TrainState
+from ckptkit import CheckpointManager, RetentionPolicy, TrainState, list_run, verify
 from ckptkit.errors import CheckpointExistsError, StorageError, UsageError
-from ckptkit.offline.listing import list_run
 from ckptkit.offline.prune import prune
-from ckptkit.offline.verify import verify
 from ckptkit.storage import open_store
 from ckptkit.storage.body import Content
 from ckptkit.storage.objects import RemoteStore

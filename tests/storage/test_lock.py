@@ -16,11 +16,10 @@ from typing import Any
 import pytest
 
 from ckptkit.errors import LeaseHeldError
+from ckptkit.storage import Store, open_store
 from ckptkit.storage import lock as module
 from ckptkit.storage.lock import acquire_lease
-from ckptkit.storage.open import open_store
 from ckptkit.storage.owner import Owner, _start_of, owner_json, this_process
-from ckptkit.storage.store import Store
 from tests.checkpoint.saving import fork
 from tests.patches import before
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import multiprocessing
 import os
@@ -16,16 +17,15 @@ from typing import Any
 import pytest
 
 from ckptkit.errors import CheckpointExistsError, StorageError
-from ckptkit.storage import publish, staging
+from ckptkit.storage import Store, publish, staging
 from ckptkit.storage.journal import Journal, Section, _parse, resumable
 from ckptkit.storage.local import LocalStore
 from ckptkit.storage.publish import stage
 from ckptkit.storage.staging import Replaceable, owner_path, staging_name
-from ckptkit.storage.store import Store
 from tests.checkpoint.crash import kill_at
 from tests.checkpoint.saving import check, fork, save
 from tests.offline.folders import names, tree
-from tests.patches import after, before
+from tests.patches import after, before, refuse
 
 
 def anything(store: Store, path: str, known: Collection[str]) -> None:
@@ -156,17 +156,11 @@ def _dies(say: Any, out: str) -> None:
 
 def test_leftovers_without_delete_permission_do_not_block_writers(tmp_path, monkeypatch, caplog):
     fork(_dies, str(tmp_path / "out"))
-    rmtree, left = shutil.rmtree, []
-
-    def refused(path: Any) -> None:
-        if Path(path, "x").exists():
-            left.append(Path(path).name)
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), "model.bin")
-        rmtree(path)
-
-    monkeypatch.setattr(shutil, "rmtree", refused)
+    (left,) = (path.name for path in tmp_path.iterdir() if path.is_dir())
+    error = PermissionError(errno.EACCES, os.strerror(errno.EACCES), "model.bin")
+    refuse(monkeypatch, shutil, "rmtree", error, when=lambda path: Path(path, "x").exists())
     put(tmp_path / "out")
-    assert names(tmp_path) == sorted([*left, "out"]) and len(left) == 1
+    assert names(tmp_path) == [left, "out"]
     assert f"{tmp_path / 'out'}: what a dead process left could not be removed" in caplog.text
     monkeypatch.undo()
     put(tmp_path / "out", overwrite=True)
@@ -249,28 +243,17 @@ def test_a_kill_at_any_operation_leaves_the_old_or_the_new(tmp_path, swap, monke
     assert (gaps > 0) == (not swap)
 
 
-@pytest.mark.parametrize("fails", ["rename", "sync"])
+@pytest.mark.parametrize("fails", ["rename", "sync_directory"])
 def test_a_failed_two_step_replacement_restores_the_old_directory(tmp_path, old, monkeypatch, fails):
     before = tree(tmp_path)
     monkeypatch.setattr(publish, "_exchange", lambda first, second: False)
-    rename, sync = LocalStore.rename, LocalStore.sync_directory
-    renamed: list[str] = []
-
-    def failing_rename(self: LocalStore, source: str, target: str) -> None:
-        if fails == "rename" and target == "out" and not renamed:
-            renamed.append(target)
-            raise OSError(errno.EIO, "Input/output error")
-        rename(self, source, target)
-        renamed.extend([target] if target == "out" else [])
-
-    def failing_sync(self: LocalStore, path: str = "") -> None:
-        if fails == "sync" and renamed == ["out"]:
-            renamed.append("and its sync failed")
-            raise OSError(errno.EIO, "Input/output error")
-        sync(self, path)
-
-    monkeypatch.setattr(LocalStore, "rename", failing_rename)
-    monkeypatch.setattr(LocalStore, "sync_directory", failing_sync)
+    targets, calls = list[str](), itertools.count()
+    conditions: dict[str, Any] = {
+        "rename": lambda store, source, target: target == "out" and not next(calls),
+        "sync_directory": lambda *_: "out" in targets and not next(calls),
+    }
+    after(monkeypatch, LocalStore, "rename", lambda _, store, source, target: targets.append(target))
+    refuse(monkeypatch, LocalStore, fails, errno.EIO, when=conditions[fails])
     with pytest.raises(OSError, match="Input/output"):
         put(old, overwrite=True)
     monkeypatch.undo()

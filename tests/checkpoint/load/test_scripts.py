@@ -19,11 +19,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 
-from ckptkit import TrainState
+from ckptkit import TrainState, reshard
 from ckptkit.errors import CheckpointMismatchError
 from ckptkit.formats.dcp import fill
-from ckptkit.fsdp.master_weights import MasterWeightOptimizer
-from ckptkit.offline.reshard import reshard
+from ckptkit.fsdp import MasterWeightOptimizer
 from tests.checkpoint import states
 from tests.patches import before
 

@@ -16,8 +16,8 @@ from ckptkit.checkpoint.run.coordinator import Coordinator
 from ckptkit.checkpoint.run.pins import pin_forever, pin_while_reading
 from ckptkit.errors import CheckpointExistsError, LeaseHeldError, NoSpaceError, RankFailedError, SaveError, UsageError
 from ckptkit.formats.own.record import FileRecord, read_record
+from ckptkit.storage import open_store
 from ckptkit.storage.local import LocalStore
-from ckptkit.storage.open import open_store
 from tests.checkpoint.saving import check, leftovers, save
 from tests.hostile.test_names import NAMES
 from tests.patches import failing, refuse

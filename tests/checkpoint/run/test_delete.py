@@ -26,14 +26,13 @@ from ckptkit.errors import CheckpointExistsError, CheckpointNotFoundError, RankF
 from ckptkit.formats.own.record import find_record
 from ckptkit.formats.replaceable import may_be_saved
 from ckptkit.offline.prune import prune
-from ckptkit.storage import publish, staging
+from ckptkit.storage import open_store, publish, staging
 from ckptkit.storage.local import LocalStore
-from ckptkit.storage.open import open_store
 from tests.checkpoint import states
 from tests.checkpoint.crash import kill_at
 from tests.checkpoint.full_disk import disk
 from tests.checkpoint.saving import check, fork, leftovers, save
-from tests.patches import after, before, failing
+from tests.patches import after, before, die, failing
 
 
 @pytest.fixture
@@ -191,30 +190,20 @@ def test_a_file_that_appears_during_the_deletion_of_its_directory_survives(run, 
 def _killed_at_the_end(root: str, remove: Callable[[str], Any]) -> None:
     """Remove a checkpoint, and die when only the foreign files are left, in a hidden directory."""
     for module in (delete, attempt):
-        module.give_up = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        module.give_up = die
     remove(root)
 
 
 def _killed_while_moving(root: str) -> None:
-    LocalStore.move = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    LocalStore.move = die
     _overwrite_1(root)
 
 
 def _killed_before_the_mark(root: str) -> None:
     """Delete a checkpoint whose directory another program makes again, and die when its files have been moved back."""
-    drop, rename = delete.drop, LocalStore.rename
-
-    def made_again(store: LocalStore, name: str) -> str | None:
-        trash = drop(store, name)
-        os.mkdir(f"{root}/{name}")
-        return trash
-
-    def killed(store: LocalStore, source: str, target: str) -> None:
-        if target == "step_00000001/.ckptkit-deleted.json":
-            os.kill(os.getpid(), signal.SIGKILL)
-        rename(store, source, target)
-
-    delete.drop, LocalStore.rename = made_again, killed
+    patch, mark = pytest.MonkeyPatch(), "step_00000001/.ckptkit-deleted.json"
+    after(patch, delete, "drop", lambda trash, store, name: os.mkdir(f"{root}/{name}"))
+    before(patch, LocalStore, "rename", lambda store, source, target: target == mark and die())
     _delete_1(root)
 
 
@@ -299,15 +288,10 @@ def test_an_overwrite_on_nfs_is_saved_even_if_the_old_checkpoint_cannot_be_remov
 
 
 def _killed_between_the_renames(root: str, before_both: bool) -> None:
-    def killed(store: LocalStore, source: str, target: str) -> None:
-        if "@" in source:
-            os.kill(os.getpid(), signal.SIGKILL)
-        rename(store, source, target)
-
-    rename = LocalStore.rename
-    publish._exchange, LocalStore.rename = (lambda first, second: False), killed
+    publish._exchange = lambda first, second: False
+    before(pytest.MonkeyPatch(), LocalStore, "rename", lambda store, source, target: "@" in source and die())
     if before_both:
-        attempt.take_name = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        attempt.take_name = die
     save(root, 1, overwrite=True, nbytes=500)
 
 

@@ -24,9 +24,9 @@ from ckptkit.checkpoint.run.inventory import list_checkpoints
 from ckptkit.checkpoint.run.pins import deleting, pin_while_reading
 from ckptkit.errors import CheckpointExistsError, CorruptCheckpointError, LeaseHeldError, SaveError, StorageError
 from ckptkit.storage import lock as lease_module
+from ckptkit.storage import open_store
 from ckptkit.storage.local import LocalStore
 from ckptkit.storage.lock import open_attempts
-from ckptkit.storage.open import open_store
 from ckptkit.storage.publish import check_writable, open_staging
 from tests.checkpoint.states import flip, linear, value_of
 from tests.patches import before, refuse

@@ -14,7 +14,7 @@ from ckptkit.checkpoint.run import commit
 from ckptkit.checkpoint.run.delete import delete_checkpoint
 from ckptkit.checkpoint.run.inventory import Inventory, list_checkpoints, resolve
 from ckptkit.errors import CheckpointNotFoundError, UsageError
-from ckptkit.storage.open import open_store
+from ckptkit.storage import open_store
 from ckptkit.storage.owner import this_process
 from tests.checkpoint.saving import check, save
 

@@ -11,15 +11,14 @@ from typing import Any
 
 import pytest
 
-from ckptkit.checkpoint.retention import RetentionPolicy
+from ckptkit import RetentionPolicy
 from ckptkit.checkpoint.run import pins
 from ckptkit.checkpoint.run.delete import delete_checkpoint, rotate
 from ckptkit.checkpoint.run.inventory import resolve
 from ckptkit.checkpoint.run.pins import deleting, list_pins, pin_forever, pin_while_reading, split_checkpoint_url
 from ckptkit.errors import CheckpointNotFoundError, UsageError
-from ckptkit.storage.open import open_store
+from ckptkit.storage import Store, open_store
 from ckptkit.storage.owner import this_process
-from ckptkit.storage.store import Store
 from tests.checkpoint.saving import check, content, fork, save
 from tests.patches import failing
 

@@ -22,7 +22,7 @@ from ckptkit.checkpoint.save.replicas import _summary, own_copies
 from ckptkit.checkpoint.save.saver import Saver
 from ckptkit.errors import CkptkitError, CorruptCheckpointError, RankFailedError
 from ckptkit.formats.own.reader import open_catalog
-from ckptkit.storage.open import open_store
+from ckptkit.storage import open_store
 from tests.checkpoint import states
 from tests.patches import failing, refuse
 from tests.ranks import logged, on_ranks

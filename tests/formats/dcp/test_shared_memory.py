@@ -11,9 +11,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from ckptkit import DCPLoadPlanner, DCPWriter
 from ckptkit.errors import CheckpointMismatchError
-from ckptkit.formats.dcp.planners import DCPLoadPlanner
-from ckptkit.formats.dcp.torch_api import DCPWriter
 from tests.formats.dcp_states import failure, load, save
 from tests.ranks import on_ranks
 

@@ -15,9 +15,8 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from ckptkit import DCPLoadPlanner, DCPReader, DCPSavePlanner, DCPWriter
 from ckptkit.errors import CheckpointExistsError, CheckpointMismatchError, IntegrityError, UnsafePickleError
-from ckptkit.formats.dcp.planners import DCPLoadPlanner, DCPSavePlanner
-from ckptkit.formats.dcp.torch_api import DCPReader, DCPWriter
 from tests.formats.dcp_states import LAYOUTS, assert_loads, failure, load, save, state
 from tests.formats.interop_cases import same
 from tests.offline.folders import flip, names, tree

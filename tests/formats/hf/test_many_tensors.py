@@ -11,12 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ckptkit import convert, diff, inspect, reshard, verify
 from ckptkit.formats.detect import open_source
-from ckptkit.offline.convert import convert
-from ckptkit.offline.diff import diff
-from ckptkit.offline.inspect import inspect
-from ckptkit.offline.reshard import reshard
-from ckptkit.offline.verify import verify
 
 _FEW, _MANY = 100, 400
 

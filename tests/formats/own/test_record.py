@@ -22,7 +22,7 @@ from ckptkit.errors import (
 )
 from ckptkit.formats.own import record as layout
 from ckptkit.formats.own.record import CommitRecord, FileRecord, find_record, step_name, step_of_name
-from ckptkit.storage.open import open_store
+from ckptkit.storage import open_store
 
 FULL = CommitRecord(
     step=1200, tag="final", save_id="0123456789abcdef", sequence=7, data="0123456789abcdef", created=1_700_000_000.25,

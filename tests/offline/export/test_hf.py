@@ -31,7 +31,7 @@ from ckptkit.offline.export.base import WantedTensor, open_base
 from ckptkit.offline.export.hf import HFExport, export_tensors, plan_export
 from ckptkit.offline.export.model_card import CardFacts, model_card, source_fingerprint
 from ckptkit.offline.export.weights import ExportOptions
-from ckptkit.storage.open import open_store
+from ckptkit.storage import open_store
 from tests.checkpoint.states import save
 from tests.offline.exports import Planned, assert_same, planned, read_model, write_model
 from tests.offline.folders import hub_snapshot

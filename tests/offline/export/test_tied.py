@@ -17,7 +17,7 @@ from ckptkit.errors import CheckpointMismatchError
 from ckptkit.fsdp import MasterWeightOptimizer
 from ckptkit.offline.export.base import BaseModel, WantedTensor
 from ckptkit.offline.export.tied import same_values, tied_pairs
-from ckptkit.storage.open import open_store
+from ckptkit.storage import open_store
 from tests.offline.exports import Planned, assert_same, converted, planned, write_model
 
 EMBED, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"

@@ -14,7 +14,7 @@ from ckptkit.catalog.entry import Digest
 from ckptkit.checkpoint.run.pins import list_pins
 from ckptkit.formats.detect import open_source
 from ckptkit.offline import reading
-from ckptkit.storage.open import open_store
+from ckptkit.storage import open_store
 from tests.checkpoint import killed
 from tests.checkpoint.states import save
 
