@@ -667,7 +667,6 @@ def test_the_moments_of_masters_are_cast_only_on_request_for_an_optimizer_withou
     run = save(tmp_path, source)
     check_misfit(run, state, r"with another dtype: base\.weight\.exp_avg \(float32 (?s:.*)convert_dtype", strict=False)
     load(run, state, strict=False, convert_dtype=True)
-
     assert moments(state) == moments(source, torch.bfloat16)
     trained(state.model, state.optimizer)
 

@@ -172,7 +172,6 @@ SAVED_BY: dict[str, Callable[[dict[str, Any], Path], Any]] = {
     [*((compiled, form) for form in SAVED_BY), (contained_twice, "torch.save"), (contained_twice, "dcp")],
 )
 def test_layers_that_were_compiled_or_that_a_wrapper_contains_twice_are_loaded(tmp_path, state_dict, form):
-
     model, state = two_layers(), TrainState(model=two_layers(), rng=False)
     SAVED_BY[form](state_dict(model), tmp_path / "a")
     (saved,) = tmp_path.iterdir()
