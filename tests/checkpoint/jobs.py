@@ -14,11 +14,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from ckptkit import TrainState
 from ckptkit.fsdp import MasterWeightOptimizer
+from tests import dtensors
 
 # Two harmless warnings of torch: a read-only view, and two all-gathers where full_tensor needs two.
 warnings.filterwarnings("ignore", message=".*returned a view tensor.*")
@@ -151,8 +151,7 @@ def make(layout: str = "1d", precision: str = "fp32", start: int = 0, net: type[
 def whole(value: Any) -> Any:
     """Return tensors whole and bit by bit, anything else unchanged."""
     if isinstance(value, torch.Tensor):
-        tensor = value.full_tensor() if isinstance(value, DTensor) else value
-        tensor = tensor.detach().clone().contiguous()
+        tensor = dtensors.whole(value).detach().clone().contiguous()
         return (str(tensor.dtype), tuple(tensor.shape), tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
     return value
 

@@ -18,6 +18,7 @@ from ckptkit import CheckpointManager, TrainState, reshard
 from ckptkit.errors import CheckpointMismatchError
 from ckptkit.fsdp import FSDPConfig, FSDPStrategy
 from tests.checkpoint import states
+from tests.dtensors import whole
 
 SIZES = {"sharded": 2, "full": 2, "local": 2, "masters": 2, "remote": 1}
 KEPT = Path(__file__).parent / "kept_0.1"
@@ -88,11 +89,6 @@ def made(case: str) -> tuple[TrainState, Any]:
 
 def values(state: TrainState) -> dict[str, Any]:
     """Return all weights and moments as whole tensors, and the rest of the state unchanged."""
-    from torch.distributed.tensor import DTensor
-
-    def whole(value: Any) -> Any:
-        return value.full_tensor() if isinstance(value, DTensor) else value
-
     model, optimizer = state.model, state.optimizer
     assert isinstance(model, nn.Module)
     found = {f"model.{name}": whole(value.detach()) for name, value in model.state_dict().items()}

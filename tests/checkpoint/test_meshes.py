@@ -24,6 +24,7 @@ from ckptkit.fsdp import MasterWeightOptimizer
 from tests.checkpoint import states
 from tests.checkpoint.hidden import Scaled
 from tests.checkpoint.states import check_misfit, check_refused, module_of, on_all, optimized, refusal
+from tests.dtensors import local
 from tests.ranks import on_ranks, run_ranks
 
 warnings.filterwarnings("ignore", message=".*returned a view tensor.*")
@@ -85,12 +86,12 @@ def part(whole: torch.Tensor, like: torch.Tensor, rank: int, size: int) -> torch
         return mine
     from ckptkit.checkpoint.state.local_part import part_view
 
-    local = torch.empty_like(like.to_local(), dtype=whole.dtype)
+    found = torch.empty_like(like.to_local(), dtype=whole.dtype)
     for piece in part_view("", like).parts:
         at = tuple(slice(o, o + s) for o, s in zip(piece.local_offsets, piece.box.sizes, strict=True))
         of = tuple(slice(o, o + s) for o, s in zip(piece.box.offsets, piece.box.sizes, strict=True))
-        local[at] = mine[of]
-    return local
+        found[at] = mine[of]
+    return found
 
 
 def model_on(name: str, interleaved: bool = False, low: bool = False) -> tuple[TrainState, Any]:
@@ -143,9 +144,8 @@ def fill(state: TrainState, experts: Any, seed: int) -> None:
         shape = (parameter.shape[0] * count, *parameter.shape[1:])
         for key, target in {"": parameter, **kept}.items():
             if key != "step":
-                local = target.to_local() if isinstance(target, DTensor) else target
                 whole = whole_value(f"{name}.{key}" if key in MOMENTS else name, shape, seed)
-                local.copy_(part(whole, parameter, experts.get_local_rank(), count))
+                local(target).copy_(part(whole, parameter, experts.get_local_rank(), count))
 
 
 PAIRS = [  # the first pair runs by day
@@ -435,8 +435,8 @@ def test_a_replicated_scalar_parameter_has_replicated_moments(ranks, tmp_path, k
 
 def with_local_states(name: str, weight: DTensor, saved: bool) -> TrainState:
     """Return a weight whose optimizer keeps a factor and a number that it computed from this rank's shard."""
-    state, local = optimized(nn.ParameterDict({name: nn.Parameter(weight)})), weight.to_local()
-    state.optimizer.state[state.model[name]] = {"factor": local.sum(1) + saved, "total": float(local.sum())}
+    state, mine = optimized(nn.ParameterDict({name: nn.Parameter(weight)})), weight.to_local()
+    state.optimizer.state[state.model[name]] = {"factor": mine.sum(1) + saved, "total": float(mine.sum())}
     return state
 
 

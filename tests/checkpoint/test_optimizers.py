@@ -29,6 +29,7 @@ from ckptkit.formats.dcp.subclasses import with_lower_bits as of_a_load
 from ckptkit.fsdp import MasterWeightOptimizer
 from ckptkit.offline.export.dequantize_formulas import Stored, with_lower_bits
 from tests.checkpoint.states import KINDS, bits, check_misfit, different, load, load_all, refusal, save
+from tests.dtensors import local, whole
 from tests.ranks import on_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # libraries use deprecated functions of torch
@@ -55,14 +56,6 @@ class Net(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(torch.relu(self.up(x))) + self.post(self.square(self.pre(x)))
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 class Written(Optimizer):
@@ -410,7 +403,7 @@ def joined(value: Any, shard_of: Any = None) -> Any:
         if isinstance(shard_of, DTensor) and not isinstance(value, DTensor):
             mesh, placements, stride = shard_of.device_mesh, shard_of.placements, shard_of.stride()
             value = DTensor.from_local(value, mesh, placements, run_check=False, shape=shard_of.shape, stride=stride)
-        return bits(value.full_tensor() if isinstance(value, DTensor) else value)
+        return bits(whole(value))
     if isinstance(value, dict):
         return {key: joined(item) for key, item in value.items()}
     return [joined(item) for item in value] if isinstance(value, (list, tuple)) else bits(value)
@@ -531,7 +524,7 @@ def exact_weights(name: str, url: str) -> dict[str, torch.Tensor]:
     found = {}
     for key, value in state.optimizer.get_fp32_model_state_dict(state.model).items():
         parts: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(parts, value.to_local() if isinstance(value, DTensor) else value)
+        dist.all_gather_object(parts, local(value))
         found[key] = torch.cat(parts)
     return found
 

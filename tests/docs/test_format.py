@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +12,7 @@ import torch
 import xxhash
 
 from tests.docs.reader import outlines, read_objects, read_tensors
+from tests.dtensors import whole
 
 
 def _bits(tensor: torch.Tensor) -> np.ndarray:
@@ -39,13 +39,10 @@ def save(root: str, kind: str) -> dict[str, np.ndarray]:
     with CheckpointManager(root, state_dict_type=kind) as manager:
         manager.save(3, state, metrics={"loss": 1.0})
 
-    def whole(tensor: Any) -> np.ndarray:
-        return _bits(tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor)
-
-    found = {f"model.{name}": whole(tensor) for name, tensor in model.state_dict().items()}
+    found = {f"model.{name}": _bits(whole(tensor)) for name, tensor in model.state_dict().items()}
     names = {parameter: name for name, parameter in model.named_parameters()}
     for parameter, values in optimizer.state.items():
-        found |= {f"optimizer.state.{names[parameter]}.{key}": whole(value) for key, value in values.items()}
+        found |= {f"optimizer.state.{names[parameter]}.{key}": _bits(whole(value)) for key, value in values.items()}
     return found
 
 

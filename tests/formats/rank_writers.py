@@ -20,9 +20,10 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from tests import dtensors
 from tests.fsdp.models import TinyLM
 
 
@@ -43,11 +44,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def whole(tensors: dict[str, Any]) -> dict[str, torch.Tensor]:
-    found = {}
-    for name, tensor in tensors.items():
-        value = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        found[name] = value.detach().clone()
-    return found
+    return {name: dtensors.whole(tensor).detach().clone() for name, tensor in tensors.items()}
 
 
 def moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from ckptkit.fsdp import FSDPConfig, FSDPStrategy
+from tests import dtensors
 
 VOCAB, WIDTH, SAMPLES, LENGTH = 19, 12, 8, 5
 # Sharding strategies, and what else their configs need on four ranks.
@@ -134,8 +134,7 @@ def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    tensor = tensor.detach()
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu().clone()
+    return dtensors.whole(tensor.detach()).cpu().clone()
 
 
 def weights(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from ckptkit.errors import NonFiniteGradientError, UsageError
 from ckptkit.fsdp import FSDPConfig, FSDPStrategy, MasterWeightOptimizer, clip_grad_norm, grad_norm, param_groups
 from ckptkit.fsdp.gradients import inspect_gradients
+from tests.dtensors import local
 from tests.fsdp import models
 from tests.ranks import on_ranks
 
@@ -149,15 +150,15 @@ def test_a_bad_element_on_any_rank_stops_all_ranks(p):
     made = parameters()
     for index, rank in itertools.product(range(len(SHAPES)), range(4)):
         gradient = made[index].grad
-        local = (gradient.to_local() if isinstance(gradient, DTensor) else gradient).view(-1)
-        has_elements = torch.tensor(local.numel() > 0)
+        mine = local(gradient).view(-1)
+        has_elements = torch.tensor(mine.numel() > 0)
         dist.broadcast(has_elements, rank)
         for value in (math.nan, math.inf, -math.inf):
-            kept = local[:1].clone()
+            kept = mine[:1].clone()
             if dist.get_rank() == rank:
-                local[:1] = value  # an empty shard does not change
+                mine[:1] = value  # an empty shard does not change
             report = inspect_gradients(made, norm_type=p)
-            local[:1] = kept
+            mine[:1] = kept
             assert report.finite is not bool(has_elements), (index, rank, value)
             if index in (0, 3) and has_elements:  # sharded over all ranks: one norm
                 assert str(report.norm.item()) == str(abs(value))

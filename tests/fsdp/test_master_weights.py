@@ -16,6 +16,7 @@ from ckptkit import TrainState
 from ckptkit.errors import CheckpointMismatchError, UsageError
 from ckptkit.fsdp import DynamicGradScaler, FSDPConfig, FSDPStrategy, MasterWeightOptimizer, param_groups
 from tests.checkpoint import states
+from tests.dtensors import local
 from tests.fsdp import models
 from tests.ranks import on_ranks
 
@@ -49,10 +50,6 @@ def adam(wrapper=MasterWeightOptimizer):
     optimizer = wrapper(torch.optim.AdamW(param_groups(model, weight_decay=0.1), lr=1e-2))
     step(model, optimizer, 0)
     return model, optimizer
-
-
-def local(tensor):
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def masters_match(optimizer):

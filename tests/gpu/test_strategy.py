@@ -7,18 +7,14 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from ckptkit.fsdp import FSDPConfig, FSDPStrategy
+from tests.dtensors import local
 from tests.fsdp import models
 from tests.fsdp.test_numerics import check
 
 # Without masters of parameters on the host, which are refused.
 RUNS = [(precision, offload) for precision in ("mixed", "master") for offload in ("none", "optimizer", "params")][:-1]
-
-
-def local(value: torch.Tensor) -> torch.Tensor:
-    return value.to_local() if isinstance(value, DTensor) else value
 
 
 def moments(optimizer):

@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DistributedSampler, IterableDataset
 
+from tests.dtensors import local
+
 pytest.importorskip("lightning")
 pytest.importorskip("torchdata")
 from lightning.pytorch.callbacks import EMAWeightAveraging
@@ -52,9 +54,8 @@ class Trace(Callback):
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
         weight = module.model.head.weight
-        local = weight.to_local() if hasattr(weight, "to_local") else weight
         lr = trainer.optimizers[0].param_groups[0]["lr"]
-        self.events.append(("batch", trainer.current_epoch, index, batch.tolist(), local.tolist(), lr))
+        self.events.append(("batch", trainer.current_epoch, index, batch.tolist(), local(weight).tolist(), lr))
 
     def on_validation_end(self, trainer: Any, module: Any) -> None:
         if not trainer.sanity_checking and "val_loss" in trainer.callback_metrics:

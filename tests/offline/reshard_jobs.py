@@ -8,12 +8,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
 from ckptkit import CheckpointManager, TrainState
 from ckptkit.fsdp import MasterWeightOptimizer
 from tests.checkpoint import jobs
 from tests.checkpoint.states import module_of
+from tests.dtensors import whole
 
 Shapes = dict[str, tuple[str, tuple[int, ...]]]
 
@@ -60,7 +60,7 @@ def numbers_of(state: TrainState) -> dict[str, Any]:
     names = {id(p): n for n, p in state.model.named_parameters()}
     found = dict(state.model.state_dict())
     found |= {f"{names[id(p)]}/{k}": v for p, kept in state.optimizer.state.items() for k, v in kept.items()}
-    return {name: _full(tensor).tolist() for name, tensor in found.items()}
+    return {name: whole(tensor).detach().clone().tolist() for name, tensor in found.items()}
 
 
 def go_on(
@@ -85,15 +85,14 @@ def go_on(
     with CheckpointManager(str(Path(url).parent)) as manager:
         report = manager.load(TrainState(model=model, optimizer=optimizer, rng=False), url)
     names = {id(p): n for n, p in named.items()}
-    weights = {n: _full(t) for n, t in model.state_dict().items()}
-    states = {f"{names[id(p)]}.{k}": _full(v) for p, state in optimizer.state.items() for k, v in state.items()}
+    weights = {n: whole(t).detach().clone() for n, t in model.state_dict().items()}
+    states = {
+        f"{names[id(p)]}.{k}": whole(v).detach().clone()
+        for p, state in optimizer.state.items()
+        for k, v in state.items()
+    }
     settings = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     return weights, states, settings, list(report.loaded)
-
-
-def _full(tensor: torch.Tensor) -> Any:
-    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return whole.detach().clone()
