@@ -19,6 +19,7 @@ from ckptkit.checkpoint.run.coordinator import Coordinator
 from ckptkit.checkpoint.run.inventory import list_checkpoints
 from ckptkit.formats.own.record import CommitRecord, FileRecord, data_store
 from ckptkit.storage import Store, open_store
+from tests.checkpoint.crash import kill_at
 
 
 def content(step: int, rank: int, nbytes: int = 3000) -> bytes:
@@ -130,3 +131,15 @@ def fork(fn: Callable[..., Any], *args: Any, timeout: float = 30.0) -> tuple[int
     os.close(reader)
     _, status = os.waitpid(pid, 0)
     return os.waitstatus_to_exitcode(status), said
+
+
+def killed_at(nth: int, call: Callable[..., Any], *args: Any, **options: Any) -> bool:
+    """Run a call in a process that is killed before its nth file operation. Return whether that was before its end."""
+
+    def run(say: Any) -> None:
+        kill_at(nth)
+        call(*args, **options)
+
+    code, said = fork(run)
+    assert code in (0, -signal.SIGKILL), (nth, code, said)
+    return code != 0

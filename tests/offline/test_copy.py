@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +28,8 @@ from ckptkit.errors import (
 from ckptkit.offline import copy as copy_module
 from ckptkit.storage import open_store, staging
 from ckptkit.storage.lock import acquire_lease
-from tests.checkpoint.crash import kill_at
 from tests.checkpoint.killed import same_as_saved, state
-from tests.checkpoint.saving import fork, leftovers
+from tests.checkpoint.saving import fork, killed_at, leftovers
 from tests.checkpoint.states import save
 from tests.cli.commands import document, ran
 from tests.offline.folders import copied, flip, hub_snapshot, largest, refused, tree
@@ -342,8 +340,7 @@ def test_a_copy_killed_at_any_file_operation_leaves_a_valid_run_and_continues(ru
     before, kills = tree(run, ".ckptkit"), 0
     for nth in range(7, 100_000, 61):
         new = tmp_path / f"at {nth}"
-        code, _ = fork(_killed, str(run), str(new), nth)
-        assert code in (0, -signal.SIGKILL)
+        killed = killed_at(nth, copy, str(run), str(new))
         done = steps(new) if new.exists() else []
         assert done == [1, 2, 3][: len(done)], f"operation {nth}: {done}"
         for step in done:
@@ -352,16 +349,11 @@ def test_a_copy_killed_at_any_file_operation_leaves_a_valid_run_and_continues(ru
         assert steps(new) == [1, 2, 3] and leftovers(new) == [], f"operation {nth}: {os.listdir(new)}"
         assert [pin.name for pin in list_pins(open_store(str(new)))] == ["step_00000001"]
         assert tree(run, ".ckptkit") == before
-        kills += code != 0
-        if code == 0:
+        kills += killed
+        if not killed:
             break
         shutil.rmtree(new)
     assert kills >= 3
-
-
-def _killed(say: Any, src: str, dst: str, nth: int) -> None:
-    kill_at(nth)
-    copy(src, dst)
 
 
 def test_a_dry_run_writes_nothing_and_refuses_like_the_real_run(run, tmp_path):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import shutil
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,8 @@ from ckptkit import CheckpointManager, RetentionPolicy, convert, reshard, verify
 from ckptkit.checkpoint.run.inventory import list_checkpoints
 from ckptkit.offline.prune import prune
 from ckptkit.storage import open_store, staging
-from tests.checkpoint.crash import kill_at
 from tests.checkpoint.killed import check_run, state
-from tests.checkpoint.saving import fork, leftovers
+from tests.checkpoint.saving import killed_at, leftovers
 from tests.offline.folders import tree
 
 Command = Callable[[str, str, bool], Any]
@@ -41,11 +39,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def _killed(say: Any, name: str, source: str, target: str, again: bool, nth: int) -> None:
-    kill_at(nth)
-    COMMANDS[name](source, target, again)
-
-
 def kill_command(name: str, run: Path, folder: Path, *, again: bool, stride: int, offset: int) -> int:
     """Kill a command at every `stride`-th operation; return the number of kills."""
     before = tree(run / "step_00000003")
@@ -55,9 +48,8 @@ def kill_command(name: str, run: Path, folder: Path, *, again: bool, stride: int
         target = place / "out"
         if again:
             COMMANDS[name](str(run / "step_00000002"), str(target), False)
-        code, _ = fork(_killed, name, f"{run}/step_00000003", str(target), again, nth)
+        killed = killed_at(nth, COMMANDS[name], f"{run}/step_00000003", str(target), again)
         where = f"{name}, operation {nth}, {sorted(os.listdir(place))}"
-        assert code in (0, -signal.SIGKILL), where
         assert tree(run / "step_00000003") == before, where
         there = target.exists() and bool(tree(target))
         if there and not any(".tmp-" in path for path in tree(target)):
@@ -68,7 +60,7 @@ def kill_command(name: str, run: Path, folder: Path, *, again: bool, stride: int
         assert os.listdir(place) == ["out"], where
         assert not [path for path in os.listdir(target) if path.startswith((".tmp", ".trash"))], where
         shutil.rmtree(place)
-        if code == 0:
+        if not killed:
             return kills
     raise AssertionError("the command never ends")
 
@@ -82,22 +74,17 @@ def test_a_command_killed_at_any_file_operation_publishes_all_or_nothing(run, tm
     assert [item.step for item in list_checkpoints(open_store(str(run))).committed] == [1, 2, 3]
 
 
-def _pruned(say: Any, root: str, nth: int) -> None:
-    kill_at(nth)
-    prune(root, policy=RetentionPolicy(max_num=1))
-
-
 def kill_prune(run: Path, folder: Path, *, stride: int, offset: int) -> int:
     """Kill a prune at every `stride`-th operation; return the number of kills."""
     for kills, nth in enumerate(range(offset, 100_000, stride)):
         root = folder / str(nth)
         shutil.copytree(run, root)
-        code, _ = fork(_pruned, str(root), nth)
+        killed = killed_at(nth, prune, str(root), policy=RetentionPolicy(max_num=1))
         steps = check_run(root, [])
         assert steps[-1] == 3, f"operation {nth}: {steps}"
         prune(str(root), policy=RetentionPolicy(max_num=1))
         assert check_run(root, []) == [3] and leftovers(root) == [], f"operation {nth}: {os.listdir(root)}"
-        if code == 0:
+        if not killed:
             return kills
     raise AssertionError("prune never ends")
 

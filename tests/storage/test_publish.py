@@ -5,10 +5,8 @@ from __future__ import annotations
 import errno
 import itertools
 import json
-import multiprocessing
 import os
 import shutil
-import signal
 import stat
 from collections.abc import Collection
 from pathlib import Path
@@ -22,10 +20,9 @@ from ckptkit.storage.journal import Journal, Section, _parse, resumable
 from ckptkit.storage.local import LocalStore
 from ckptkit.storage.publish import stage
 from ckptkit.storage.staging import Replaceable, owner_path, staging_name
-from tests.checkpoint.crash import kill_at
-from tests.checkpoint.saving import check, fork, save
+from tests.checkpoint.saving import check, fork, killed_at, save
 from tests.offline.folders import names, tree
-from tests.patches import after, before, refuse
+from tests.patches import after, before, die, refuse
 
 
 def anything(store: Store, path: str, known: Collection[str]) -> None:
@@ -151,7 +148,7 @@ def test_a_target_that_appears_during_the_write_is_not_replaced(tmp_path):
 def _dies(say: Any, out: str) -> None:
     with stage(out) as store:
         store.write("x", b"1" * 9)
-        os.kill(os.getpid(), signal.SIGKILL)
+        die()
 
 
 def test_leftovers_without_delete_permission_do_not_block_writers(tmp_path, monkeypatch, caplog):
@@ -172,7 +169,7 @@ def _dies_after_a_step(say: Any, out: str) -> None:
         journal = Journal(store.url)
         journal.begin("a" * 32)
         journal.done(1)
-        os.kill(os.getpid(), signal.SIGKILL)
+        die()
 
 
 def test_a_staging_directory_is_never_continued_while_it_is_deleted(tmp_path, monkeypatch):
@@ -211,23 +208,15 @@ def test_short_writes_complete_the_owner_file_and_leave_no_torn_step(tmp_path, m
 # --- killed at every file operation
 
 
-def _killed_overwrite(root: str, nth: int) -> None:
-    kill_at(nth)
-    put(Path(root) / "out", overwrite=True)
-
-
 def test_a_kill_at_any_operation_leaves_the_old_or_the_new(tmp_path, swap, monkeypatch):
     monkeypatch.setattr(staging, "STARTING_S", -1.0)
-    context: Any = multiprocessing.get_context("fork")
     old = {"a/model.bin": b"old", "index.json": b"{}old"}
     new = {"a/model.bin": b"new", "index.json": b"{}new"}
     gaps = 0
     for nth in range(1, 1000):
         root = tmp_path / str(nth)
         put(root / "out", content=b"old")
-        process = context.Process(target=_killed_overwrite, args=(str(root), nth))
-        process.start()
-        process.join()
+        killed = killed_at(nth, put, root / "out", overwrite=True)
         there = tree(root / "out") if (root / "out").exists() else {}
         # Without an atomic swap (NFS) the target may be absent for a moment, but its old content stays beside it.
         gaps += not there
@@ -236,9 +225,8 @@ def test_a_kill_at_any_operation_leaves_the_old_or_the_new(tmp_path, swap, monke
         assert there in (old, new) or (not swap and not there and aside == [old]), f"operation {nth}"
         put(root / "out", overwrite=True)
         assert tree(root / "out") == new and (not swap or names(root) == ["out"]), f"operation {nth}"
-        if process.exitcode == 0:
+        if not killed:
             break
-        assert process.exitcode == -signal.SIGKILL
     assert nth > 20
     assert (gaps > 0) == (not swap)
 

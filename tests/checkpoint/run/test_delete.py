@@ -29,9 +29,8 @@ from ckptkit.offline.prune import prune
 from ckptkit.storage import open_store, publish, staging
 from ckptkit.storage.local import LocalStore
 from tests.checkpoint import states
-from tests.checkpoint.crash import kill_at
 from tests.checkpoint.full_disk import disk
-from tests.checkpoint.saving import check, fork, leftovers, save
+from tests.checkpoint.saving import check, fork, killed_at, leftovers, save
 from tests.patches import after, before, die, failing
 
 
@@ -385,8 +384,7 @@ def test_a_deleted_step_with_foreign_files_can_be_saved_again(tmp_path, way, tag
     assert held(place) == files and leftovers(tmp_path) == []
 
 
-def _deleting(say: Any, root: str, nth: int, swap: bool) -> None:
-    kill_at(nth)
+def _deleting(root: str, swap: bool) -> None:
     if not swap:
         publish._exchange = lambda first, second: False
     delete_checkpoint(open_store(root), "step_00000001", reason="test")
@@ -400,7 +398,7 @@ def test_a_kill_at_any_operation_of_a_deletion_loses_no_foreign_file(tmp_path, s
         for step in (1, 2):
             save(root, step)
         files = theirs(root / "step_00000001")
-        code, _ = fork(_deleting, str(root), nth, swap)
+        killed = killed_at(nth, _deleting, str(root), swap)
         store = open_store(str(root))
         clean_leftovers(store, leased=True)
         found = [item.name for item in list_checkpoints(store).committed]
@@ -409,7 +407,7 @@ def test_a_kill_at_any_operation_of_a_deletion_loses_no_foreign_file(tmp_path, s
             delete_checkpoint(store, "step_00000001", reason="test")
         assert held(root / "step_00000001") == files and leftovers(root) == [], nth
         save(root, 3)
-        if code == 0:
+        if not killed:
             break
     assert nth >= 20
 
