@@ -136,6 +136,14 @@ def save(root: str | Path, state: TrainState, step: int = 1, **options: Any) -> 
     return str(root)
 
 
+def save_steps(root: str | Path, *steps: int, make: Callable[[int], TrainState] = linear, **options: Any) -> Path:
+    """Save what `make` returns for each step, with one manager of these options; return the root."""
+    with CheckpointManager(root, **options) as manager:
+        for step in steps:
+            manager.save(step, make(step))
+    return Path(root)
+
+
 def load(root: str | Path, state: TrainState, which: str | int = "latest", **options: Any) -> Any:
     """Load with these options; return the report."""
     with CheckpointManager(root) as manager:

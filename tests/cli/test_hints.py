@@ -18,6 +18,7 @@ from ckptkit.cli.main import _COMMANDS, cli
 from ckptkit.errors import CkptkitError, command_line
 from ckptkit.storage import open_store
 from tests.checkpoint.killed import state
+from tests.checkpoint.states import save_steps
 from tests.cli.commands import run
 
 _NAMES = "|".join(_COMMANDS)
@@ -68,9 +69,7 @@ def made(tmp_path_factory: pytest.TempPathFactory, zoo: Path) -> Path:
     """A run, a run with a damaged newest step, and a foreign checkpoint, in a directory with a space in its name."""
     place = tmp_path_factory.mktemp("hints") / "my runs"
     for name in ("run", "damaged"):
-        with CheckpointManager(place / name, retention=RetentionPolicy(max_num=3)) as manager:
-            for step in (1, 2):
-                manager.save(step, state(step))
+        save_steps(place / name, 1, 2, make=state, retention=RetentionPolicy(max_num=3))
     newest = place / "damaged" / "step_00000002"
     data = next(newest.glob("*.distcp"))
     data.write_bytes(bytes(byte ^ 255 for byte in data.read_bytes()))

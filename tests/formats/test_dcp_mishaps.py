@@ -14,10 +14,11 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
-from ckptkit import CheckpointManager, DCPLoadPlanner, DCPReader, DCPSavePlanner, DCPWriter, TrainState
+from ckptkit import DCPLoadPlanner, DCPReader, DCPSavePlanner, DCPWriter
 from ckptkit.errors import CheckpointNotFoundError, LeaseHeldError, NoSpaceError, SaveError
 from ckptkit.storage.local import LocalStore
 from ckptkit.storage.lock import HeldDirectory
+from tests.checkpoint.states import save_steps
 from tests.formats.dcp_states import assert_loads, failure, load, save, state
 from tests.ranks import context, on_ranks, run_ranks
 
@@ -134,8 +135,6 @@ def test_the_error_for_a_directory_without_a_checkpoint_names_it(tmp_path):
 
 
 def test_the_error_for_a_run_names_its_newest_checkpoint(tmp_path):
-    with CheckpointManager(tmp_path) as manager:
-        for step in (1, 2):
-            manager.save(step, TrainState(model=torch.nn.Linear(2, 2)))
+    save_steps(tmp_path, 1, 2)
     with pytest.raises(CheckpointNotFoundError, match=r"It may be a run: name a checkpoint in it, as step_00000002\.$"):
         _ = DCPReader(tmp_path).catalog

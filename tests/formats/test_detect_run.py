@@ -12,7 +12,7 @@ from ckptkit.checkpoint.run.address import resolve_url
 from ckptkit.errors import StorageError
 from ckptkit.formats import detect
 from ckptkit.formats.detect import open_source
-from tests.checkpoint.states import linear
+from tests.checkpoint.states import linear, save_steps
 from tests.patches import refuse
 
 
@@ -45,17 +45,13 @@ def tag(root):
 
 @pytest.mark.parametrize("change", [killed_save, killed_deletion, lost_record, rollback, tag], ids=lambda f: f.__name__)
 def test_the_root_of_a_run_is_opened_as_latest(tmp_path, change):
-    with CheckpointManager(tmp_path) as manager:
-        for step in (10, 20):
-            manager.save(step, linear())
+    save_steps(tmp_path, 10, 20)
     change(tmp_path)
     assert open_source(str(tmp_path)).url == resolve_url(f"{tmp_path}/latest")
 
 
 def test_a_record_that_the_store_does_not_return_is_not_taken_for_a_damaged_one(tmp_path, monkeypatch):
-    with CheckpointManager(tmp_path) as manager:
-        for step in (10, 20):
-            manager.save(step, linear())
+    save_steps(tmp_path, 10, 20)
     error = StorageError("no answer")
     refuse(monkeypatch, detect, "find_record", error, when=lambda store, path: path.startswith("step_00000010"))
     with pytest.raises(StorageError, match="no answer"):

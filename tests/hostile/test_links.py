@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckptkit import CheckpointManager, RetentionPolicy, TrainState
+from ckptkit import RetentionPolicy, TrainState
 from ckptkit.checkpoint.run.delete import rotate
 from ckptkit.checkpoint.run.inventory import list_checkpoints
 from ckptkit.checkpoint.run.pins import list_pins, pin_forever
@@ -18,6 +18,7 @@ from ckptkit.errors import CkptkitError, UnsafePathError, UsageError
 from ckptkit.formats.detect import open_source
 from ckptkit.storage.local import LocalStore
 from tests.checkpoint import states
+from tests.checkpoint.states import save_steps
 from tests.hostile import harness, sources
 from tests.hostile.harness import Place, run_commands, tree
 from tests.hostile.records import edit_record
@@ -82,9 +83,7 @@ def test_no_command_changes_the_target_of_a_link(name, place):
 def test_no_save_or_rotation_changes_the_target_of_a_link(name, place):
     LINKS[name](place)
     try:
-        with CheckpointManager(place.src, retention=RetentionPolicy(max_num=1)) as manager:
-            for step in (3, 4):
-                manager.save(step, TrainState(model=torch.nn.Linear(4, 4), step=step))
+        save_steps(place.src, 3, 4, retention=RetentionPolicy(max_num=1))
     except CkptkitError:
         assert name in ("state", "pins", "deleting")
     else:

@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 
-from ckptkit import CheckpointManager, RetentionPolicy, convert, reshard, verify
+from ckptkit import RetentionPolicy, convert, reshard, verify
 from ckptkit.checkpoint.run.inventory import list_checkpoints
 from ckptkit.offline.prune import prune
 from ckptkit.storage import open_store, staging
 from tests.checkpoint.killed import check_run, state
 from tests.checkpoint.saving import killed_at, leftovers
+from tests.checkpoint.states import save_steps
 from tests.offline.folders import tree
 
 Command = Callable[[str, str, bool], Any]
@@ -32,11 +33,7 @@ COMMANDS: dict[str, Command] = {
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("kill") / "run"
-    with CheckpointManager(root) as manager:
-        for step in (1, 2, 3):
-            manager.save(step, state(step))
-    return root
+    return save_steps(tmp_path_factory.mktemp("kill") / "run", 1, 2, 3, make=state)
 
 
 def kill_command(name: str, run: Path, folder: Path, *, again: bool, stride: int, offset: int) -> int:

@@ -14,7 +14,7 @@ from ckptkit import CheckpointManager, RetentionPolicy, list_run, reshard
 from ckptkit.checkpoint.run.pins import pin_forever
 from ckptkit.errors import UsageError
 from ckptkit.offline.prune import prune
-from tests.checkpoint.killed import state
+from tests.checkpoint.states import linear, save_steps
 
 LEFT = ".tmp-step_00000010-0123456789abcdef"
 
@@ -28,11 +28,11 @@ def full(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = tmp_path_factory.mktemp("full") / "RUN"
     with CheckpointManager(run, retention=TOLD) as manager:
         for step in (1, 2, 3, 4):
-            manager.save(step, state(step), metrics={"loss": abs(step - 2)})
+            manager.save(step, linear(step), metrics={"loss": abs(step - 2)})
     with CheckpointManager(run, retention=TOLD) as manager:
-        manager.load(state(0))
+        manager.load(linear(0))
         for step in (5, 6):
-            manager.save(step, state(step), metrics={"loss": float(step)})
+            manager.save(step, linear(step), metrics={"loss": float(step)})
     pin_forever(f"{run}/step_00000001", "table 2")
     for name in ("step_00000004/eval", "step_00000005/eval", "notes", "step_00000009", LEFT):
         (run / name).mkdir()
@@ -51,13 +51,6 @@ def committed(root: Path) -> set[str]:
     return {row.name for row in list_run(str(root)).checkpoints if row.state == "committed"}
 
 
-def save(root: Path, *steps: int, **options: Any) -> Path:
-    with CheckpointManager(root, **options) as manager:
-        for step in steps:
-            manager.save(step, state(step))
-    return root
-
-
 def test_each_listed_state_has_a_reason(root):
     listing = list_run(str(root))
     rows = {row.name: row for row in listing.checkpoints}
@@ -70,9 +63,9 @@ def test_each_listed_state_has_a_reason(root):
 
 def test_ls_shows_that_a_resumed_checkpoint_is_released_when_its_job_ends(tmp_path):
     keep = RetentionPolicy(max_num=1)
-    with CheckpointManager(save(tmp_path, 1, retention=keep), retention=keep) as manager:
-        manager.load(state(0))
-        manager.save(2, state(2))
+    with CheckpointManager(save_steps(tmp_path, 1, retention=keep), retention=keep) as manager:
+        manager.load(linear(0))
+        manager.save(2, linear(2))
         running = list_run(str(tmp_path)).checkpoints[0]
     over = list_run(str(tmp_path)).checkpoints[0]
     assert (running.name, running.keep, "being read" in running.why) == ("step_00000001", True, True)
@@ -80,7 +73,7 @@ def test_ls_shows_that_a_resumed_checkpoint_is_released_when_its_job_ends(tmp_pa
 
 
 def test_prune_without_limits_deletes_only_leftovers_and_asks_for_limits(tmp_path):
-    root = save(tmp_path / "RUN", 1, 2)
+    root = save_steps(tmp_path / "RUN", 1, 2)
     (root / LEFT).mkdir()
     before, plan = committed(root), prune(str(root), dry_run=True)
     assert plan.cleaned
@@ -92,19 +85,19 @@ def test_prune_without_limits_deletes_only_leftovers_and_asks_for_limits(tmp_pat
 
 def test_a_metric_that_is_not_finite_is_a_string_in_json(tmp_path):
     with CheckpointManager(tmp_path) as manager:
-        manager.save(1, state(1), metrics={"loss": float("inf")})
+        manager.save(1, linear(1), metrics={"loss": float("inf")})
     assert list_run(str(tmp_path)).to_json()["checkpoints"][0]["metrics"] == {"loss": "inf"}
 
 
 def test_missing_saves_are_counted_at_their_position(tmp_path):
-    save(tmp_path, 10, 20, 30, 40, 50, retention=RetentionPolicy(max_num=2, keep_every=20))
+    save_steps(tmp_path, 10, 20, 30, 40, 50, retention=RetentionPolicy(max_num=2, keep_every=20))
     listing = list_run(str(tmp_path))
     assert {row.step: row.absent_before for row in listing.checkpoints} == {20: 1, 40: 1, 50: 0}
     assert listing.absent == listing.to_json()["absent"] == 2
 
 
 def test_limits_are_not_applied_to_a_run_with_an_unknown_policy(tmp_path, monkeypatch):
-    save(tmp_path, 10, 11, retention=RetentionPolicy(max_num=9, keep_every=10))
+    save_steps(tmp_path, 10, 11, retention=RetentionPolicy(max_num=9, keep_every=10))
     monkeypatch.setattr(RetentionPolicy, "__slots__", ("max_num", "max_mem"))  # an older version, without keep_every
     with pytest.raises(UsageError, match=r"keep_every.*--forget-recorded"):
         prune(str(tmp_path), policy=RetentionPolicy(max_num=1))
@@ -115,7 +108,7 @@ def test_limits_are_not_applied_to_a_run_with_an_unknown_policy(tmp_path, monkey
 
 
 def test_a_limit_that_the_kept_checkpoints_exceed_is_reported_once(tmp_path, caplog):
-    save(tmp_path, 1, 2)
+    save_steps(tmp_path, 1, 2)
     tight = RetentionPolicy(max_mem=1)
     for look in (list_run, partial(prune, dry_run=True), prune):
         caplog.clear()
@@ -124,7 +117,7 @@ def test_a_limit_that_the_kept_checkpoints_exceed_is_reported_once(tmp_path, cap
 
 
 def test_a_run_that_begins_with_a_reshard_counts_no_absent_saves(tmp_path):
-    save(tmp_path / "run", 1, 2, 3)
+    save_steps(tmp_path / "run", 1, 2, 3)
     reshard(str(tmp_path / "run" / "step_00000003"), str(tmp_path / "new" / "step_00000003"), world_size=2)
     assert list_run(str(tmp_path / "new")).absent == 0
 

@@ -28,17 +28,9 @@ from ckptkit.storage import open_store
 from ckptkit.storage.local import LocalStore
 from ckptkit.storage.lock import open_attempts
 from ckptkit.storage.publish import check_writable, open_staging
-from tests.checkpoint.states import flip, linear, value_of
+from tests.checkpoint.states import flip, linear, save_steps, value_of
 from tests.patches import before, refuse
 from tests.ranks import run_script
-
-
-def save(root: Path, *steps: int) -> Path:
-    """Save checkpoints with weights of their step."""
-    with CheckpointManager(root) as manager:
-        for step in steps:
-            manager.save(step, linear(step))
-    return root
 
 
 def names(root: Path) -> list[str]:
@@ -92,7 +84,7 @@ def warnings_of(caplog, root: Path) -> list[str]:
 
 
 def test_a_job_is_warned_of_a_directory_that_is_not_writable(as_a_user, caplog):
-    root = save(as_a_user / "run", 1)
+    root = save_steps(as_a_user / "run", 1)
     assert warnings_of(caplog, root) == []
     for place in (root / ".ckptkit", root):
         place.chmod(0o555)
@@ -109,7 +101,7 @@ def test_a_job_is_warned_of_a_directory_that_is_not_writable(as_a_user, caplog):
 
 
 def test_a_job_is_warned_of_a_state_directory_that_is_a_link_and_may_still_load(tmp_path, caplog):
-    root = save(tmp_path / "run", 1)
+    root = save_steps(tmp_path / "run", 1)
     (root / ".ckptkit").rename(tmp_path / "elsewhere")
     (root / ".ckptkit").symlink_to(tmp_path / "elsewhere")
     (said,) = warnings_of(caplog, root)
@@ -163,22 +155,22 @@ def test_a_copy_of_a_running_run_ignores_pins_deletions_and_saves_of_the_origina
 
 
 def test_the_lease_of_a_job_that_was_killed_is_taken_over_at_once(tmp_path):
-    save(tmp_path, 1)
+    save_steps(tmp_path, 1)
     assert second_job(tmp_path, "import os; os.kill(os.getpid(), 9)") == "loaded 1\nsaved\n"
     assert open_attempts(open_store(str(tmp_path))).owner is not None
     start = time.monotonic()
-    save(tmp_path, 8)
+    save_steps(tmp_path, 8)
     assert time.monotonic() - start < 5
 
 
 def test_a_job_that_ends_without_close_releases_the_lease(tmp_path):
-    save(tmp_path, 1)
+    save_steps(tmp_path, 1)
     subprocess.run([sys.executable, "-c", SECOND.format(end=""), str(tmp_path)], check=True)
     assert open_attempts(open_store(str(tmp_path))).owner is None
 
 
 def test_loading_takes_no_lease(tmp_path):
-    with CheckpointManager(save(tmp_path, 1)) as manager:
+    with CheckpointManager(save_steps(tmp_path, 1)) as manager:
         manager.load(linear())
         assert open_attempts(open_store(str(tmp_path))).owner is None
 
@@ -258,7 +250,7 @@ def test_a_root_that_disappears_during_a_save_is_an_error_and_nothing_is_written
 
 
 def test_prune_keeps_the_checkpoint_that_a_running_job_was_resumed_from(tmp_path):
-    root = open_store(str(save(tmp_path, 1, 2, 3)))
+    root = open_store(str(save_steps(tmp_path, 1, 2, 3)))
     with CheckpointManager(tmp_path) as manager:
         manager.load(linear(), 2)
         assert rotate(root, RetentionPolicy(max_num=1)).deleted == ("step_00000001",)
@@ -270,7 +262,7 @@ def test_prune_keeps_the_checkpoint_that_a_running_job_was_resumed_from(tmp_path
 
 
 def test_a_checkpoint_of_another_run_is_pinned_while_it_is_read(tmp_path, monkeypatch):
-    root, seen, policy = open_store(str(save(tmp_path / "a", 1, 2))), list[Any](), RetentionPolicy(max_num=1)
+    root, seen, policy = open_store(str(save_steps(tmp_path / "a", 1, 2))), list[Any](), RetentionPolicy(max_num=1)
     before(monkeypatch, choose, "load_checkpoint", lambda *_, **__: seen.append(rotate(root, policy).deleted))
     with CheckpointManager(tmp_path / "b") as manager:
         manager.load(linear(), f"{tmp_path}/a/step_00000001")
@@ -284,7 +276,7 @@ def test_a_checkpoint_of_another_run_is_pinned_while_it_is_read(tmp_path, monkey
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     """A run whose newest checkpoint is damaged."""
-    flip(save(tmp_path, 4, 5, 6) / "step_00000006", torch.full((2, 3), 6.0))
+    flip(save_steps(tmp_path, 4, 5, 6) / "step_00000006", torch.full((2, 3), 6.0))
     return tmp_path
 
 
@@ -337,6 +329,6 @@ def test_an_unreadable_or_foreign_record_of_the_newest_checkpoint_is_an_error(ru
 
 
 def test_without_an_older_checkpoint_a_fallback_raises_the_first_damage(tmp_path):
-    flip(save(tmp_path, 6) / "step_00000006", torch.full((2, 3), 6.0))
+    flip(save_steps(tmp_path, 6) / "step_00000006", torch.full((2, 3), 6.0))
     with CheckpointManager(tmp_path) as manager, pytest.raises(CorruptCheckpointError, match="no older checkpoint"):
         manager.load(linear(), fallback="previous")
