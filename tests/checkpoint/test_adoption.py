@@ -55,6 +55,13 @@ def test_a_run_does_not_resume_from_weights_alone(zoo, tmp_path, caplog):
     assert "optimizer='skip'" in caplog.text
 
 
+def test_a_run_whose_optimizer_cannot_be_read_is_refused_with_the_reason(tmp_path):
+    root = copied("verl_fsdp2_w2", tmp_path)
+    (root / "global_step_4" / "actor" / "optim_world_size_2_rank_1.pt").unlink()
+    with pytest.raises(CheckpointMismatchError, match=r"none that could be read: .*optim_world_size_2_rank_1\.pt"):
+        load(root, run_of("verl_fsdp2_w2"))
+
+
 def test_an_optimizer_without_moments_is_restored(tmp_path):
     save(tmp_path / "run", optimized(torch.nn.Linear(2, 2)), 3)
     shutil.copytree(tmp_path / "run" / "step_00000003", tmp_path / "copied")

@@ -39,7 +39,7 @@ from ckptkit.units import counted, first_few
 if TYPE_CHECKING:
     import torch
 
-_OF_RANKS = ("rank-files", "verl", "lightrft", "accelerate")  # formats with one file per rank
+_OF_RANKS = ("rank-files", "verl", "lightrft", "accelerate", "deepspeed")  # formats with one file per rank
 _SAMPLES = 8
 _DIGITS = re.compile(r"\d+")
 _PEFT_ROOT, _ORIGINAL = "base_model.model.", ".original_module."

@@ -112,7 +112,9 @@ def find_foreign(
         advice = f"To start from them: load(state, {source.url!r}, optimizer='skip')."
         is_step = any(map(parse_step, source.url.removeprefix(top).split("/")))
         if source.catalog.has(Role.MODEL) and (is_step or source.catalog.info.format not in _WEIGHTS):
-            raise CheckpointMismatchError(f"{source.url} has weights but no optimizer. {advice} {_ANEW}")
+            unread = [note for note in source.catalog.info.notes if "the optimizer" in note]
+            why = f", or none that could be read: {unread[0]}" if unread else "."
+            raise CheckpointMismatchError(f"{source.url} has weights but no optimizer{why} {advice} {_ANEW}")
     _refuse_unread(url, root, inventory, lost_steps, storage_options)
     if source is not None:
         _log.warning("%s has weights but no optimizer: starting a new run. %s", source.url, advice)

@@ -37,6 +37,7 @@ class FlatGroup:
         paddings: Number of padding elements after each parameter.
         fragments: For each rank, the recorded positions of parameters: name -> (numel, start in the rank's partition).
         slack: Maximum number of padding elements after the last parameter.
+        notes: The states that belong to no single parameter.
     """
 
     params: Mapping[str, Shape]
@@ -45,6 +46,7 @@ class FlatGroup:
     paddings: Sequence[int]
     fragments: Sequence[Mapping[str, tuple[int, int]]] = ()
     slack: int = 0
+    notes: Sequence[str] = ()
 
     def cut(self, state: str) -> Iterator[tuple[str, Joined]]:
         """Yield the name of each parameter with its part of the vectors for `state`."""
@@ -134,7 +136,8 @@ def _zero12(index: int, params: Mapping[str, Shape], optims: OptimStates, part: 
         part.renamed(flats[index].fragments) if rank in part.ranks else {} for rank, flats in enumerate(optims.parts)
     ]
     scalars = _scalars(parts, vectors)
-    return FlatGroup(part.renamed(params), vectors, scalars, paddings, fragments, slack=2 * len(part.ranks))
+    slack, notes = 2 * len(part.ranks), _notes(parts, scalars)
+    return FlatGroup(part.renamed(params), vectors, scalars, paddings, fragments, slack, notes)
 
 
 def _zero3(models: ModelStates, optims: OptimStates) -> Sequence[Sequence[FlatGroup]]:
@@ -156,21 +159,54 @@ def _zero3(models: ModelStates, optims: OptimStates) -> Sequence[Sequence[FlatGr
 def _subgroup(index: int, params: Mapping[str, Shape], optims: OptimStates) -> FlatGroup:
     parts = [(rank, flats[index]) for rank, flats in enumerate(optims.parts)]
     vectors = {name: [FlatVector.of_ranks([piece]) for piece in pieces] for name, pieces in _pieces(parts).items()}
-    return FlatGroup(params, vectors, _scalars(parts, vectors), [0] * len(params))
+    scalars = _scalars(parts, vectors)
+    return FlatGroup(params, vectors, scalars, [0] * len(params), notes=_notes(parts, scalars))
 
 
 def _pieces(parts: Sequence[tuple[int, FlatPart]]) -> dict[str, list[tuple[int, Any]]]:
-    """Return (rank, 1-D tensor) of the weights (under the name "") and of each moment that all ranks have."""
+    """Return (rank, 1-D tensor) of the weights (under the name "") and of each moment that all ranks have.
+
+    A moment has as many elements as the weights and, at the end, their padding, with which the weights may not be
+    stored. Other 1-D tensors, such as the trust ratio of LAMB, belong to the whole flat vector.
+    """
     pieces: dict[str, list[tuple[int, Any]]] = {"": [(rank, flat.weights) for rank, flat in parts]}
     for name in parts[0][1].states:
         found = [(rank, flat.states.get(name)) for rank, flat in parts]
-        if all(isinstance(tensor, StoredTensor) and len(tensor.shape) == 1 for _, tensor in found):
+        if all(
+            isinstance(tensor, StoredTensor)
+            and len(tensor.shape) == 1
+            and 0 <= tensor.numel - weights.numel <= 2 * len(parts)
+            for (_, tensor), (_, weights) in zip(found, pieces[""], strict=True)
+        ):
             pieces[name] = found
     return pieces
 
 
 def _scalars(parts: Sequence[tuple[int, FlatPart]], vectors: Collection[str]) -> dict[str, Any]:
     return {name: value for name, value in parts[0][1].states.items() if name not in vectors}
+
+
+def _notes(parts: Sequence[tuple[int, FlatPart]], scalars: Mapping[str, Any]) -> list[str]:
+    """Return notes about the states that were not read, and about numbers that differ between ranks."""
+    found = []
+    for name, value in scalars.items():
+        if isinstance(value, StoredTensor) and value.numel != 1:
+            shape = f"its shape {list(value.shape)} is neither that of the flat weights nor that of a number"
+            found.append(f"the optimizer's {name!r} was not read: {shape}.")
+            continue
+        for rank, flat in parts[1:]:
+            other = flat.states.get(name)
+            if isinstance(value, StoredTensor) and isinstance(other, StoredTensor):
+                differs = None not in (value.crc32, other.crc32) and not value.same_storage(other)
+            else:
+                differs = value != other
+            if differs:
+                first = parts[0][0]
+                found.append(
+                    f"the optimizer's {name!r} differs between rank {first} and rank {rank}; rank {first}'s is used."
+                )
+                break
+    return found
 
 
 def check_layout(
@@ -215,6 +251,7 @@ def add_moments(optimizer: OptimizerState, group: FlatGroup, names: Mapping[str,
     Args:
         names: Old name -> new name. Parameters that are not listed are omitted.
     """
+    optimizer.notes += [note for note in group.notes if note not in optimizer.notes]
     for state in group.vectors:
         if state:
             for name, joined in group.cut(state):

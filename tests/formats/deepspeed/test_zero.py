@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pickle
 import shutil
 import struct
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -92,6 +94,34 @@ def test_each_subgroup_has_its_own_step_count():
     places = {entry.fqn: entry.slices[0].start for entry in entries if entry.state == "step"}
     assert places["l.0.weight"] == places["head.weight"]
     assert len({places["emb.weight"], places["l.0.weight"], places["l.0.bias"]}) == 3
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module, name):
+        stub = type(name, (), {"__new__": lambda cls, *_: object.__new__(cls), "__init__": lambda *_: None})
+        return stub if module.startswith("deepspeed") else super().find_class(module, name)
+
+
+_WITHOUT_DEEPSPEED = SimpleNamespace(__name__="pickle", Unpickler=_Unpickler)
+
+
+def test_states_of_the_whole_flat_vector_do_not_hide_the_weights(tmp_path):
+    """LAMB keeps a trust ratio of shape [1], and 8-bit optimizers one scale per block."""
+    folder = _copy(tmp_path, "zero1_frozen_w2")
+    for rank, file in enumerate(sorted(folder.glob("*optim_states.pt"))):
+        inner = torch.load(file, weights_only=False, pickle_module=_WITHOUT_DEEPSPEED)["optimizer_state_dict"]
+        for state in inner["base_optimizer_state"]["state"].values():
+            state.update(trust=torch.full((1,), float(rank)), absmax=torch.zeros(3))
+        kept = ("partition_count", "single_partition_of_fp32_groups", "base_optimizer_state")
+        torch.save({"optimizer_state_dict": {key: inner[key] for key in kept}}, file)
+    source = open_source(str(folder))
+    assert contents(source.store, source.catalog.by_role(Role.MODEL)) == contents_of_file(EXPECTED)
+    states = {entry.state for entry in source.catalog.by_role(Role.OPTIMIZER).values()}
+    assert states == {"exp_avg", "exp_avg_sq", "step", "trust"}
+    assert [note.partition(":")[0] for note in source.catalog.info.notes] == [
+        "the optimizer's 'trust' differs between rank 0 and rank 1; rank 0's is used.",
+        "the optimizer's 'absmax' was not read",
+    ]
 
 
 def _copy(tmp_path: Path, name: str) -> Path:
