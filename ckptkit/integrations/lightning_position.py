@@ -133,7 +133,7 @@ class FitPosition:
     def weights_are_replaced(self) -> bool:
         """Return whether other weights have temporarily replaced the weights being trained.
 
-        Callbacks that average weights put the average into the model during a validation.
+        Callbacks that average weights put the average into the model during validation.
         """
         if not self.validating:
             return False

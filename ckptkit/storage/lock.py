@@ -394,7 +394,7 @@ def _generations(root: Store) -> list[tuple[int, str]]:
 
 
 def _now() -> float:
-    """Return the time in seconds of a clock that is never adjusted. It also runs while the machine sleeps."""
+    """Return the time in seconds of a clock that is never set. It also runs while the machine sleeps."""
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 

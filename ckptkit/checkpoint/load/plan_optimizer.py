@@ -255,7 +255,7 @@ def _of_their_state_dict(load: Planning, plan: OptimizerPlan) -> list[str]:
 
 
 def _of_other_ranks(load: Planning, plan: OptimizerPlan, saved: OptimizerTree) -> list[str]:
-    """Describe the saved states that were computed from shards which no rank of this job has.
+    """Describe the saved states that were computed from shards which this rank may not have.
 
     This job cannot use these states; see `checkpoint/state/optimizer/layout`.
     """

@@ -132,7 +132,7 @@ class ShardedPlan:
         return self.digest + _settlement(self.settled)
 
     def settle(self, signatures: Sequence[bytes], all_gather: Callable[[bytes], list[bytes]]) -> ShardedPlan:
-        """Return this plan, adjusted to the keys of the other ranks. All ranks must call this with equal `signatures`.
+        """Return this plan, adjusted to the keys of the other ranks. All ranks must pass the same `signatures`.
 
         The ranks exchange nothing if all signatures are equal, or if no signature has changed since the previous save.
         In any other case, each rank sends the hashes of its replicated keys.

@@ -74,10 +74,10 @@ class FlatGroup:
             )
 
     def agrees(self) -> bool:
-        """Return whether the positions in the files of newer DeepSpeed versions equal those computed from the shapes.
+        """Return whether the positions that newer DeepSpeed versions record equal those computed from the shapes.
 
         A difference does not prove that the computed positions are wrong. With round_robin_gradients, DeepSpeed records
-        wrong positions, because link_hp_params gets the parameters in another order than the flat group.
+        wrong positions, because the order in which link_hp_params gets the parameters differs from the flat group's.
         """
         position = 0
         for (name, shape), padding in zip(self.params.items(), self.paddings, strict=True):

@@ -120,7 +120,7 @@ def read_object(
 def read_pickled(
     store: Store, path: str, start: int = 0, nbytes: int | None = None, *, file: str, unknown: Unknown
 ) -> Any:
-    """Return what torch.save or pickle wrote to bytes [start, start + nbytes) of a file, with records for tensors.
+    """Return what torch.save or pickle wrote to bytes [start, start + nbytes) of a file, with stubs for tensors.
 
     Args:
         nbytes: By default, up to the end of the file.
