@@ -234,6 +234,31 @@ def check_layout(
             )
 
 
+def check_ranks(
+    store: Store, groups: Sequence[FlatGroup], masters: Mapping[str, Joined], copies: Mapping[str, Joined]
+) -> None:
+    """Check that the optimizer files are from one save, if the optimizer counts no steps that would show it.
+
+    Compares a parameter of each rank with the model file. If no rank's fits, the job may have changed the weights after
+    its last step. Reads a few kilobytes per rank.
+    """
+    if any("step" in group.scalars for group in groups):
+        return
+    largest: dict[int, tuple[int, str, str]] = {}  # of each rank: a slice's number of elements, parameter and file
+    for name in masters.keys() & copies.keys():
+        for part in masters[name].slices if masters[name].shape == copies[name].shape else ():
+            largest[part.rank] = max(largest.get(part.rank, (0, "", "")), (part.box.numel, name, part.path))
+    names = {name for _, name, _ in largest.values()}
+    sampler = MasterSampler(store, {name: copies[name].entry(name, Role.MODEL, fqn=name) for name in names})
+    entries = {name: masters[name].entry(name, Role.MASTER, fqn=name) for name in names}
+    fits = {path: sampler.fits(entries[name], name, rank=rank) for rank, (_, name, path) in largest.items()}
+    if len({*fits.values()}) > 1:
+        other, same = (next(path for path, fit in fits.items() if fit is wanted) for wanted in (False, True))
+        raise CorruptCheckpointError(
+            f"{other} and {same} are from different saves: only the latter has the weights of the model file, as fp32."
+        )
+
+
 def check_experts(experts: Mapping[str, Joined], masters: Mapping[str, Joined]) -> None:
     """Check that the experts' files have a weight of the same shape for each master weight of an expert."""
     for name, master in masters.items():

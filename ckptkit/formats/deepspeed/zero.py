@@ -18,7 +18,15 @@ from ckptkit.errors import (
 )
 from ckptkit.formats.deepspeed.experts import EXPERT_FILE, EXPERT_OPTIMIZER, read_experts
 from ckptkit.formats.deepspeed.files import MODEL_FILE, ModelStates, OptimStates, read_model_states, read_optim_states
-from ckptkit.formats.deepspeed.groups import FlatGroup, add_moments, check_experts, check_layout, groups_of, settings
+from ckptkit.formats.deepspeed.groups import (
+    FlatGroup,
+    add_moments,
+    check_experts,
+    check_layout,
+    check_ranks,
+    groups_of,
+    settings,
+)
 from ckptkit.formats.hf.side_files import file_names, find_side_files
 from ckptkit.formats.options import DEFAULTS, ReadOptions
 from ckptkit.formats.pickles.tensors import StoredTensor
@@ -72,6 +80,7 @@ def read_stage(
     if experts is not None:
         check_experts(experts, masters)
     check_layout(store, groups, masters, copies)
+    check_ranks(store, groups, masters, copies)
     return Stage(models, optims, by_settings, masters)
 
 

@@ -47,15 +47,18 @@ class MasterSampler:
         self.weights = weights
         self._read = functools.cache(self._first)
 
-    def fits(self, master: TensorEntry, fqn: str) -> bool:
+    def fits(self, master: TensorEntry, fqn: str, *, rank: int | None = None) -> bool:
         """Return whether a sample of the master weight, cast to the weight's dtype, equals the weight's elements.
 
         Compares the first elements of one slice that is contiguous in the weight. Returns True if no slice is
         contiguous in the weight.
+
+        Args:
+            rank: Compare a slice of this rank. None: of any rank.
         """
         weight = self.weights[fqn]
         itemsize = dtype_of(weight.dtype).itemsize
-        for mine in master.slices:
+        for mine in (one for one in master.slices if rank in (None, one.rank)):
             for part in weight.slices:
                 start = _start_in(part, mine.box)
                 if start is not None and mine.strides is None and mine.box.is_contiguous_in(part.box.sizes):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import shutil
 import struct
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -105,16 +106,41 @@ class _Unpickler(pickle.Unpickler):
 _WITHOUT_DEEPSPEED = SimpleNamespace(__name__="pickle", Unpickler=_Unpickler)
 
 
-def test_states_of_the_whole_flat_vector_do_not_hide_the_weights(tmp_path):
-    """LAMB keeps a trust ratio of shape [1], and 8-bit optimizers one scale per block."""
+def _rewritten(tmp_path: Path, change: Callable[[int, dict[str, Any]], None]) -> str:
+    """Copy a checkpoint of two ranks, and call `change` with each rank and the content of its optimizer file."""
     folder = _copy(tmp_path, "zero1_frozen_w2")
     for rank, file in enumerate(sorted(folder.glob("*optim_states.pt"))):
         inner = torch.load(file, weights_only=False, pickle_module=_WITHOUT_DEEPSPEED)["optimizer_state_dict"]
-        for state in inner["base_optimizer_state"]["state"].values():
-            state.update(trust=torch.full((1,), float(rank)), absmax=torch.zeros(3))
+        change(rank, inner)
         kept = ("partition_count", "single_partition_of_fp32_groups", "base_optimizer_state")
         torch.save({"optimizer_state_dict": {key: inner[key] for key in kept}}, file)
-    source = open_source(str(folder))
+    return str(folder)
+
+
+@pytest.mark.parametrize("older", [(1,), (0, 1)])
+def test_files_of_two_saves_of_an_optimizer_without_steps_are_told_by_the_weights(tmp_path, older):
+    def changed(rank, inner):
+        for state in inner["base_optimizer_state"]["state"].values():
+            del state["step"]
+        for weights in inner["single_partition_of_fp32_groups"] if rank in older else ():
+            weights.data.mul_(2)
+
+    url = _rewritten(tmp_path, changed)
+    if len(older) == 2:  # the job changed all weights after its last step
+        assert open_source(url).catalog.by_role(Role.MASTER)
+    else:
+        with pytest.raises(CorruptCheckpointError, match=r"rank_1_.* and .*rank_0_.* are from different saves"):
+            open_source(url)
+
+
+def test_states_of_the_whole_flat_vector_do_not_hide_the_weights(tmp_path):
+    """LAMB keeps a trust ratio of shape [1], and 8-bit optimizers one scale per block."""
+
+    def changed(rank, inner):
+        for state in inner["base_optimizer_state"]["state"].values():
+            state.update(trust=torch.full((1,), float(rank)), absmax=torch.zeros(3))
+
+    source = open_source(_rewritten(tmp_path, changed))
     assert contents(source.store, source.catalog.by_role(Role.MODEL)) == contents_of_file(EXPECTED)
     states = {entry.state for entry in source.catalog.by_role(Role.OPTIMIZER).values()}
     assert states == {"exp_avg", "exp_avg_sq", "step", "trust"}
