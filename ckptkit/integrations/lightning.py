@@ -4,7 +4,8 @@
     trainer = Trainer(strategy=FSDP2Strategy(), callbacks=[ManagedCheckpoint(dirpath=..., monitor="val_loss")])
     fabric = Fabric(strategy="fsdp2")
 
-The import registers the name "fsdp2" for Trainer and Fabric.
+The import registers the name "fsdp2" for Trainer and Fabric, and lets `LightningModule.load_from_checkpoint` read
+ckptkit's checkpoints.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ except ImportError as error:
 
 from ckptkit.integrations.lightning_callback import ManagedCheckpoint
 from ckptkit.integrations.lightning_fabric import FSDP2FabricStrategy, register_fabric_strategies
-from ckptkit.integrations.lightning_io import CkptkitCheckpointIO
+from ckptkit.integrations.lightning_io import CkptkitCheckpointIO, extend_load_from_checkpoint
 from ckptkit.integrations.lightning_setup import fsdp2_strategy_parallelize
 from ckptkit.integrations.lightning_strategy import FSDP2Strategy, register_strategies
 
@@ -33,3 +34,4 @@ __all__ = [
 
 register_strategies()
 register_fabric_strategies()
+extend_load_from_checkpoint()

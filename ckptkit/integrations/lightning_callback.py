@@ -26,6 +26,7 @@ from ckptkit.integrations.lightning_state import (
     LightningCheckpoints,
     collecting_live,
     live_state,
+    newest_of,
     remove_checkpoint,
     state_of,
 )
@@ -268,10 +269,9 @@ class ManagedCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # Lightning's t
         """
         if not root:
             return set()
-        run = list_checkpoints(open_store(root, storage_options=self._storage_options))
-        ours = run.newest_damaged or run.latest
+        ours = newest_of(root, storage_options=self._storage_options)
         try:
-            path = f"{root}/{ours.path}" if ours else open_source(root, storage_options=self._storage_options).url
+            path = f"{root}/{ours}" if ours else open_source(root, storage_options=self._storage_options).url
         except CheckpointNotFoundError:
             return set()
         _log.warning('%s has no checkpoint called "last" (save_last=True): continuing from %s', root, path)
@@ -280,11 +280,12 @@ class ManagedCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # Lightning's t
     # --- loading, with one of Lightning's strategies
 
     def _is_ours(self, path: str) -> bool:
-        remote = "://" in path
-        if not remote and not os.path.isdir(path):
+        """Return whether `path` is a checkpoint or a run of ckptkit."""
+        if "://" not in path and not os.path.isdir(path):
             return False
-        store = open_store(path if remote else os.path.abspath(path), storage_options=self._storage_options)
-        return identify(store) == "ckptkit"
+        place = path if "://" in path else os.path.abspath(path)
+        store = open_store(place, storage_options=self._storage_options)
+        return identify(store) == "ckptkit" or bool(newest_of(place, storage_options=self._storage_options))
 
     def _load_any(self, trainer: Any, path: str) -> dict[str, Any]:
         strategy, module = trainer.strategy, trainer.lightning_module

@@ -8,15 +8,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning.fabric.utilities.cloud_io import get_filesystem
+from lightning.pytorch.core import saving
 
 from ckptkit.catalog.entry import Role
 from ckptkit.checkpoint.mapping import Checkpoint, open_checkpoint
 from ckptkit.checkpoint.retention import RetentionPolicy
 from ckptkit.checkpoint.state.train_state import TrainState
 from ckptkit.errors import UsageError
+from ckptkit.formats.own.record import RECORD_NAME
 from ckptkit.integrations.lightning_state import (
     LightningCheckpoints,
     StateView,
@@ -111,6 +115,26 @@ class CkptkitCheckpointIO(CheckpointIO):  # type: ignore[misc]  # Lightning's ty
                 storage_options=storage_options or self._storage_options,
             )
         return self._made
+
+
+def extend_load_from_checkpoint() -> None:
+    """Make `LightningModule.load_from_checkpoint` read directories, which Lightning's own function cannot open.
+
+    Reads runs (their newest checkpoint) and checkpoints of ckptkit, and Lightning's sharded checkpoints.
+    """
+    theirs = saving.pl_load
+
+    def load(path: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
+        name = str(path).removesuffix(f"/{RECORD_NAME}")
+        is_path = isinstance(path, (str, os.PathLike)) and not name.startswith("http")
+        if not is_path or not get_filesystem(name).isdir(name):
+            return theirs(path, map_location=map_location, weights_only=weights_only)
+        checkpoint = CkptkitCheckpointIO().load_checkpoint(name)
+        if isinstance(map_location, (str, torch.device)):
+            checkpoint["state_dict"] = {key: value.to(map_location) for key, value in checkpoint["state_dict"].items()}
+        return checkpoint
+
+    saving.pl_load = load
 
 
 def _optimizer_states(source: Checkpoint) -> list[dict[str, Any]]:

@@ -280,13 +280,17 @@ class LightningCheckpoints:
     def find(self, filepath: str | Path) -> tuple[str, str, str]:
         """Return a checkpoint's parent directory, name and URL, with links resolved.
 
-        The URL is "" if ckptkit saved the checkpoint, because such a checkpoint is loaded by its name.
+        The URL is "" if ckptkit saved the checkpoint, because such a checkpoint is loaded by its name. If `filepath` is
+        a run, its newest checkpoint is found.
         """
         root, name = _split(str(filepath).removesuffix(f"/{RECORD_NAME}"))
         if split_url(root)[0] == "file" and "://" not in root:
             root, name = os.path.split(os.path.realpath(os.path.join(root, name)))
-        ours = list_checkpoints(open_store(root, storage_options=self._storage_options)).find(name) is not None
-        return root, name, "" if ours else f"{root}/{name}"
+        if list_checkpoints(open_store(root, storage_options=self._storage_options)).find(name) is not None:
+            return root, name, ""
+        path = f"{root}/{name}"
+        newest = newest_of(path, storage_options=self._storage_options)
+        return (path, newest, "") if newest else (root, name, path)
 
     def close(self) -> None:
         """Release all resources."""
@@ -315,6 +319,15 @@ class LightningCheckpoints:
 def _owner(record: CommitRecord) -> str | None:
     mark = record.client_state
     return mark.get(_OWNER) if isinstance(mark, Mapping) else None
+
+
+def newest_of(root: str, *, storage_options: Mapping[str, Any] | None = None) -> str:
+    """Return the name of the newest checkpoint, even if it is damaged, in a run of ckptkit. "" if there is none."""
+    if "://" not in root and not os.path.isdir(root):
+        return ""
+    run = list_checkpoints(open_store(root, storage_options=storage_options))
+    found = run.newest_damaged or run.latest
+    return found.path if found is not None else ""
 
 
 def remove_checkpoint(filepath: str | Path, *, storage_options: Mapping[str, Any] | None = None) -> None:

@@ -70,10 +70,10 @@ def test_a_fabric_run_resumes_bit_equal_with_the_registered_strategy(tmp_path, s
     _trained(fabric, state, 2)
     fabric.save(f"{tmp_path}/step-2", {**state, "note": "mine"})
     expected = bits(_trained(fabric, state, 4))
-    for seed in (2, None):  # None: on the meta device
+    for seed, path in ((2, "/step-2"), (None, "")):  # None: on the meta device; "": the newest checkpoint of the run
         fabric = _fabric(strategy)
         state = _made(fabric, seed)
-        assert (fabric.load(f"{tmp_path}/step-2", state), state["step"]) == ({"note": "mine"}, 2)
+        assert (fabric.load(f"{tmp_path}{path}", state), state["step"]) == ({"note": "mine"}, 2)
         assert bits(_trained(fabric, state, 4)) == expected
 
 

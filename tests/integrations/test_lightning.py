@@ -376,7 +376,7 @@ def test_averaged_and_trained_weights_are_both_restored_under_ddp(tmp_path):
 
 @pytest.mark.parametrize("name", STRATEGIES)
 @on_ranks(2)
-def test_ckpt_path_accepts_last_and_best_under_any_strategy(tmp_path, name):
+def test_ckpt_path_accepts_last_and_best_and_the_run_under_any_strategy(tmp_path, name):
     def run(steps: int, *callbacks: Any) -> tuple[Any, Any]:
         save = saving(tmp_path, save_last=True)
         return fit(tmp_path, strategy(), save, *callbacks, steps=steps, path="last", module=build())
@@ -384,10 +384,13 @@ def test_ckpt_path_accepts_last_and_best_under_any_strategy(tmp_path, name):
     (strategy, build), first = STRATEGIES[name], First()
     before = snapshot(*run(3))  # of a new run, because there is no checkpoint yet
     module, trainer = run(5, first)
+    after = snapshot(module, trainer)["weights"]
     assert equal(before, first.state)
     assert {"last.ckpt", "step=5.ckpt"} <= set(checkpoints(tmp_path))
     assert evaluated(trainer, module, "best") > 0
     assert len(trainer.predict(module, loader(), ckpt_path="last")) == 4
+    assert evaluated(trainer, module, tmp_path) == evaluated(trainer, module, tmp_path / "step=5.ckpt")
+    assert states.bits(Lit.load_from_checkpoint(tmp_path).state_dict()) == states.bits(after)
 
 
 @on_ranks(2)
