@@ -434,7 +434,7 @@ class CheckpointManager:
         Raises:
             IncompleteCheckpointError: There are step directories, but none is committed (see `start_fresh`).
         """
-        self._check_open()
+        self._settle()
         return self._coordinator.decide(self._loader.latest, "looking for the latest checkpoint")
 
     def list(self) -> list[CommitRecord]:
@@ -442,7 +442,7 @@ class CheckpointManager:
 
         docs/format.md explains the fields.
         """
-        self._check_open()
+        self._settle()
 
         def records() -> Sequence[CommitRecord]:
             return [dataclasses.replace(item.record, files={}) for item in list_checkpoints(self._root).committed]
@@ -546,11 +546,15 @@ class CheckpointManager:
         prepared.clock.add("stage", prepared.clock.seconds() - started, self._buffers.staged)
 
     def _settle(self) -> None:
-        """Wait for the running save, and raise the save's error unless the caller has already seen it."""
+        """Wait for the running save, and raise the save's error unless the caller has already seen it.
+
+        Every method that uses the coordinator calls this first, because the save's thread uses the coordinator too.
+        Does nothing in that thread, which `on_commit` may call from.
+        """
         self._check_open()
-        handle, self._in_flight = self._in_flight, None
-        if handle is None:
+        if self._in_flight is None or self._in_flight.runs_here():
             return
+        handle, self._in_flight = self._in_flight, None
         if handle.asked:
             _outcome(handle)
         else:

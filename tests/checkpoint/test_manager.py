@@ -67,6 +67,16 @@ def test_a_step_may_be_an_integer_of_numpy_or_torch(tmp_path, integer):
         assert [record.step for record in manager.list()] == [7]
 
 
+@on_ranks(2)
+def test_a_call_during_a_save_waits_for_it_except_in_on_commit(tmp_path):
+    seen: list[int] = []
+    with CheckpointManager(tmp_path, on_commit=lambda _: seen.append(manager.list()[-1].step)) as manager:
+        for step, newest in ((1, manager.latest), (2, lambda: manager.list()[-1].step)):
+            manager.save_async(step, linear(step))
+            assert newest() == step
+    assert seen == [1, 2]
+
+
 # --- what is logged
 
 

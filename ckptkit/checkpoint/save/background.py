@@ -36,6 +36,7 @@ class SaveHandle:
         self.asked = False  # whether the caller has called `result` and so seen the outcome
         self._pid = os.getpid()
         self._done = threading.Event()
+        self._runner: int | None = None  # the thread that does the work
         self._training_goes_on = threading.Event()
         # Not a daemon thread, because the process must not exit before its checkpoint is saved.
         self._thread = threading.Thread(target=self._run, name=f"ckptkit-save-{step}", daemon=False)
@@ -52,7 +53,12 @@ class SaveHandle:
         self._training_goes_on.set()
         return self
 
+    def runs_here(self) -> bool:
+        """Return whether this thread does the work, so that it must not wait for the result."""
+        return self._runner == threading.get_ident() and not self._done.is_set()
+
     def _run(self) -> None:
+        self._runner = threading.get_ident()
         # Without this wait, the thread would take the interpreter lock just as training resumes.
         self._training_goes_on.wait(_HEAD_START_S)
         work, self._work = self._work, None
