@@ -404,7 +404,8 @@ def _place(what: _Contents, url: str, dst: str, how: How) -> OutputPlace:
         return place
     file = next(iter(what.sizes))
     folder, _, last = dst.rpartition("/")
-    if last.rpartition(".")[2] != file.rpartition(".")[2]:
+    is_folder = not last or (split_url(dst)[0] in ("file", "local") and os.path.isdir(dst))
+    if is_folder or os.path.splitext(last)[1] != os.path.splitext(file)[1]:
         folder, last = dst.rstrip("/"), file
     return replace(place, url=folder or ("/" if dst.startswith("/") else "."), file_name=last, is_file=True)
 

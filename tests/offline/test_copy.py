@@ -142,12 +142,16 @@ def test_a_directory_of_another_step_is_refused(run, tmp_path):
     assert verify(str(tmp_path / "best so far")).ok
 
 
-@pytest.mark.parametrize("target", ["model.bin", "folder", "folder/other.bin"])
-def test_a_single_file_is_copied_to_a_file_or_into_a_directory(zoo, tmp_path, target):
-    source = zoo / "torchsave_pytorch_model_bin" / "pytorch_model.bin"
+@pytest.mark.parametrize(("name", "target", "expected"), [
+    ("a.bin", "new.bin", "new.bin"), ("a.bin", "new", "new/a.bin"), ("a.bin", "folder", "folder/a.bin"),
+    ("a.bin", "folder/new.bin", "folder/new.bin"), ("checkpoint", "new", "new"),
+    ("checkpoint", "folder", "folder/checkpoint"), ("checkpoint", "new/", "new/checkpoint"),
+])  # fmt: skip
+def test_a_single_file_is_copied_to_a_file_or_into_a_directory(zoo, tmp_path, name, target, expected):
+    source = Path(shutil.copy(zoo / "torchsave_pytorch_model_bin" / "pytorch_model.bin", tmp_path / name))
     (tmp_path / "folder").mkdir()
-    copy(str(source), str(tmp_path / target))
-    copied = tmp_path / target if target.endswith(".bin") else tmp_path / target / source.name
+    copy(str(source), f"{tmp_path}/{target}")
+    copied = tmp_path / expected
     assert copied.read_bytes() == source.read_bytes()
     refused(CheckpointExistsError, "", copy, source, tmp_path / target)
 
