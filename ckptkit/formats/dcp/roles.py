@@ -17,6 +17,7 @@ Path = tuple[str | int, ...]
 
 _MODEL_KEYS = frozenset(MODEL_KEYS)
 _MASTER_STATES = frozenset(("master", "master_param", "master_weight", "fp32_master", "fp32_param", "fp32"))
+_CRITIC = "critic"  # a second model beside a known key, such as "actor"
 _PARTS = ("state", "master", PARAM_GROUPS)
 _STATES = _MASTER_STATES | {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "step", "square_avg"}
 
@@ -56,7 +57,9 @@ class RoleTable:
         wrappers = {key: self._inner.get(wrapper, wrapper) for key, wrapper in wrappers.items()}
         named = {wrapper for wrapper in wrappers.values() if wrapper}
         known = {wrapper for wrapper in named if set(wrapper) & _MODEL_KEYS}
-        outer = {wrapper for wrapper in known if wrapper[0] in _MODEL_KEYS}  # without {"ema": {"module": weights}}
+        known |= {wrapper for wrapper in named if known and wrapper[-1] == _CRITIC}
+        # Without {"ema": {"module": weights}}
+        outer = {wrapper for wrapper in known if wrapper[0] in _MODEL_KEYS or wrapper[0] == _CRITIC}
         for some in (known, outer, set[Path]()):
             known = some
             if len(some) < 2:
@@ -92,14 +95,14 @@ class RoleTable:
     def _optimizer(self, path: Path) -> EntryRole | None:
         if self._bare_optimizer:
             return optimizer_role(path)
+        at = self._optimizer_at(path)
+        if at is not None:
+            return optimizer_role(path[at:])
         for i, part in enumerate(path[:-1]):
             if isinstance(part, str) and part in _MODEL_KEYS:
                 return None
             if isinstance(part, str) and OPTIMIZER_KEY.fullmatch(part):
                 return optimizer_role(path[i + 1 :])
-        at = self._optimizer_at(path)
-        if at is not None:
-            return optimizer_role(path[at:])
         only = path[0]
         if len(path) == 1 and isinstance(only, str):
             head, _, rest = only.partition(".")

@@ -32,6 +32,12 @@ CHECKPOINTS: dict[str, dict[Path, EntryRole]] = {
         ("generator", HF): model(HF), ("optimizer", "state", HF, "exp_avg"): state(HF, "exp_avg")},
     "several custom keys are kept in the names": {("g", "w"): model("g.w"), ("d", "w"): model("d.w")},
     "models that share names keep their keys": {("actor", "w"): model("actor.w"), ("model", "w"): model("model.w")},
+    "a critic beside an actor is a second model": {
+        ("actor", "w"): model("actor.w"), ("critic", "w"): model("critic.w"), ("step",): OTHER},
+    "a critic in a dict": {("x", "actor", "w"): model("x.actor.w"), ("x", "critic", "w"): model("x.critic.w")},
+    "a model and an optimizer for each role": {path: role for name in ("actor", "critic") for path, role in {
+        (name, "model", "w"): model(f"{name}.model.w"), (name, "optim", "state", 0, "exp_avg"): state("0", "exp_avg"),
+        (name, "optim", "param_groups", 0, "lr"): EntryRole(Role.OPTIMIZER)}.items()},
     "other tensors next to a model are not weights": {
         ("model", HF): model(HF), ("ema", HF): OTHER, ("step",): OTHER, ("lr_scheduler", "x"): OTHER},
     "a wrapped copy below a custom key is not a second model": {
