@@ -15,6 +15,7 @@ from ckptkit.errors import CheckpointNotFoundError, CorruptCheckpointError, Unsa
 from ckptkit.formats.hf import safetensors
 from ckptkit.formats.hf.side_files import find_side_files, is_side_file
 from ckptkit.formats.models import side_file_names
+from ckptkit.formats.own.record import find_record
 from ckptkit.storage.local import is_directory
 from ckptkit.storage.open import open_store
 from ckptkit.storage.store import Store, split_url
@@ -197,6 +198,9 @@ def _read_directory(store: Store, where: str, repo: str | None = None) -> BaseMo
 
 def _wanted(store: Store, notes: list[str]) -> dict[str, WantedTensor]:
     """Return the base's tensors: names, shapes and dtypes from headers, or only names from the index file."""
+    record = find_record(store)
+    if record is not None and record.state_dict_type != "full":
+        return {}  # its manifest is a safetensors file, but its model is not
     try:
         catalog = safetensors.open_catalog(store)
     except (CheckpointNotFoundError, UnsupportedFormatError):

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptkit import convert
+from ckptkit import convert, reshard
 from ckptkit.catalog.box import Box
 from ckptkit.errors import CheckpointMismatchError, CorruptCheckpointError, UnsupportedFormatError, UsageError
 from ckptkit.formats.sources import SourceReader
@@ -184,6 +184,8 @@ def test_the_base_may_have_another_format_and_storage(tmp_path):
     adapted, adapter, base = apart(tmp_path, "modules to save")
     convert(str(base), "memory://adapters/base/step_00000007", to="local", world_size=3)
     assert_same(merge_into("memory://adapters/base/step_00000007", adapter).tensors, expected(adapted))
+    reshard("memory://adapters/base/step_00000007", str(tmp_path / "step_00000007"), world_size=2)
+    assert_same(merge_into(tmp_path / "step_00000007", adapter, overwrite=True).tensors, expected(adapted))
 
 
 @pytest.mark.parametrize(("case", "setting"), [("kasa", {}), ("dora", {"init_lora_weights": "pissa_niter_4"})])
