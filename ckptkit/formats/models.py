@@ -92,8 +92,10 @@ def masters_of(catalog: Catalog) -> dict[str, TensorEntry]:
     their weights are the same bytes in the same files.
     """
     model, masters = catalog.by_role(Role.MODEL), catalog.by_role(Role.MASTER)
-    owners = {_place(model[name]): name for name in masters if name in model and len(model[name].slices)}
-    tied = {name: owners[_place(entry)] for name, entry in model.items() if _place(entry) in owners} if owners else {}
+    owners = {place_of(model[name]): name for name in masters if name in model and len(model[name].slices)}
+    tied = (
+        {name: owners[place_of(entry)] for name, entry in model.items() if place_of(entry) in owners} if owners else {}
+    )
     for item in catalog.objects.values():
         tree = item.value if item.encoding == "value" and item.role is Role.OPTIMIZER else None
         table = tree.get("tied") if isinstance(tree, dict) else None
@@ -106,7 +108,8 @@ def masters_of(catalog: Catalog) -> dict[str, TensorEntry]:
     return {**masters, **others}
 
 
-def _place(entry: TensorEntry) -> tuple[tuple[str, int, int], ...]:
+def place_of(entry: TensorEntry) -> tuple[tuple[str, int, int], ...]:
+    """Return where a tensor is stored: (path, start, bytes) of each slice. Tied weights may have the same place."""
     slices = entry.slices
     if len(slices) > 4096:
         return ((entry.name, -1, len(slices)),)

@@ -6,15 +6,17 @@ from collections.abc import Iterator, Mapping, Set
 from dataclasses import replace
 from typing import Any
 
-from ckptkit.catalog.entry import Catalog, Role, TensorEntry
+from ckptkit.catalog.entry import Catalog, Role, TensorEntry, same_by_record
 from ckptkit.errors import CheckpointMismatchError, CheckpointNotFoundError, UnsupportedFormatError, UsageError
 from ckptkit.formats.models import (
     averages_of,
     is_averaged,
     model_names,
     names_average_of,
+    place_of,
     weights_beside_averages,
 )
+from ckptkit.offline.export.tied import tied_pairs
 from ckptkit.units import counted, first_few
 
 _WRAPPERS = 3  # maximum number of name components between the prefix and the model's names: "module.", "shadow."
@@ -102,6 +104,7 @@ def _named(
             f"--weights ema: {name!r} has shape {list(chosen[name].shape)} in {front!r}, but "
             f"{list(model[name].shape)} in the model."
         )
+    chosen |= _of_tied(model, chosen)
     missing = [name for name in model if name not in chosen]
     holder = catalog.objects.get(front.removesuffix("."))
     values = tuple(_inline_names(holder.value)) if holder is not None and holder.encoding == "value" else ()
@@ -119,6 +122,18 @@ def _named(
         )
     ordered = {name: chosen.get(name, entry) for name, entry in model.items()} if model else chosen
     return ordered, tuple(notes)
+
+
+def _of_tied(model: Mapping[str, TensorEntry], chosen: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
+    """Return the averages of the weights whose average is stored under the other name of a tied weight."""
+    pairs = dict(tied_pairs({name: entry.shape for name, entry in model.items()}))
+    places = {place_of(entry): name for name, entry in model.items() if name in chosen and len(entry.slices)}
+    found = {}
+    for name in (name for name in model if name not in chosen):
+        other = places.get(place_of(model[name])) or pairs.get(name, "")
+        if other in chosen and same_by_record(model[name], model[other]):
+            found[name] = replace(chosen[other], fqn=name)
+    return found
 
 
 def _variants(every: Mapping[str, TensorEntry], model: Mapping[str, TensorEntry]) -> list[dict[str, str]]:
