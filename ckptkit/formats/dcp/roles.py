@@ -17,7 +17,7 @@ Path = tuple[str | int, ...]
 
 _MODEL_KEYS = frozenset(MODEL_KEYS)
 _MASTER_STATES = frozenset(("master", "master_param", "master_weight", "fp32_master", "fp32_param", "fp32"))
-_CRITIC = "critic"  # a second model beside a known key, such as "actor"
+_ACTORS, _CRITIC = frozenset(("actor", "policy")), "critic"  # beside an actor, a critic is a second model
 _PARTS = ("state", "master", PARAM_GROUPS)
 _STATES = _MASTER_STATES | {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "step", "square_avg"}
 
@@ -57,7 +57,8 @@ class RoleTable:
         wrappers = {key: self._inner.get(wrapper, wrapper) for key, wrapper in wrappers.items()}
         named = {wrapper for wrapper in wrappers.values() if wrapper}
         known = {wrapper for wrapper in named if set(wrapper) & _MODEL_KEYS}
-        known |= {wrapper for wrapper in named if known and wrapper[-1] == _CRITIC}
+        if any(_ACTORS.intersection(wrapper) for wrapper in known):
+            known |= {wrapper for wrapper in named if wrapper[-1] == _CRITIC}
         # Without {"ema": {"module": weights}}
         outer = {wrapper for wrapper in known if wrapper[0] in _MODEL_KEYS or wrapper[0] == _CRITIC}
         for some in (known, outer, set[Path]()):

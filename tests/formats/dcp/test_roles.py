@@ -34,6 +34,7 @@ CHECKPOINTS: dict[str, dict[Path, EntryRole]] = {
     "models that share names keep their keys": {("actor", "w"): model("actor.w"), ("model", "w"): model("model.w")},
     "a critic beside an actor is a second model": {
         ("actor", "w"): model("actor.w"), ("critic", "w"): model("critic.w"), ("step",): OTHER},
+    "a critic beside another model": {("model", "w"): model("w"), ("critic", "w"): OTHER},
     "a critic in a dict": {("x", "actor", "w"): model("x.actor.w"), ("x", "critic", "w"): model("x.critic.w")},
     "a model and an optimizer for each role": {path: role for name in ("actor", "critic") for path, role in {
         (name, "model", "w"): model(f"{name}.model.w"), (name, "optim", "state", 0, "exp_avg"): state("0", "exp_avg"),
