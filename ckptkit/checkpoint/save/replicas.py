@@ -282,8 +282,8 @@ def _parts(taken: CapturedOptimizer) -> dict[str, Any]:
 def part_ways(captured: Captured, keepers: Mapping[str, int], rank: int) -> None:
     """Rename tensors that differ between ranks: one rank's copy keeps the shared key, all other copies get new keys.
 
-    The new keys contain the rank. Optimizer values that differ are saved for every rank. For a tensor in `extra`, only
-    one rank's copy is saved: users who want all copies wrap the object in `PerRank`.
+    The new keys contain the rank. Optimizer values that differ are saved for every rank. Of a tensor in `extra` that is
+    not a module's, only one rank's copy is saved: users who want all copies wrap the object in `PerRank`.
 
     Args:
         keepers: For each of this rank's keys that differs between ranks: the rank whose copy keeps the shared key.
@@ -303,7 +303,7 @@ def part_ways(captured: Captured, keepers: Mapping[str, int], rank: int) -> None
         if same not in keepers:
             continue
         if keepers[same] != rank:
-            if holder is not captured.loose or key in bound:
+            if holder is not captured.loose or key in bound or captured.is_in_module(key):
                 mine = f"{PER_RANK}.{rank}.{same}"
                 own[key] = {_BOUND: {"$ref": mine}} if key in bound else {"$ref": mine}
                 captured.loose[mine] = holder[name]
@@ -364,7 +364,7 @@ def warn_of(keys: Collection[str], captured: Captured) -> None:
     bound = _bound(captured) | {f"{section}.{part}" for section in captured.optimizers for part in _PARTS}
     keys = set(keys) - names
     own = sorted(keys & bound)
-    extra = sorted(key for key in keys if key in captured.loose and key not in bound)
+    extra = sorted(key for key in keys if key in captured.loose and key not in bound and not captured.is_in_module(key))
     other = sorted(keys - {*own, *extra})
     texts = {
         "The values of %s differ between ranks; one rank's values are saved. To save all, use ckptkit.PerRank.": extra,

@@ -118,6 +118,7 @@ class Prepared:
     """A training state that this rank has captured for a save. Objects are already encoded.
 
     Attributes:
+        spread: Those of `objects` that contain names of parameters or modules (see `_spread`).
         aliases: For each model's section of the checkpoint, maps the name of a tied weight to the name under which the
             weight is stored.
         tellers: The lowest rank of each pipeline stage other than rank 0's. From these ranks, rank 0 gets the values of
@@ -127,6 +128,7 @@ class Prepared:
     request: SaveRequest
     plan: TensorPlan
     objects: dict[str, Any]
+    spread: dict[str, Any]
     rank_objects: dict[str, Any]
     mesh: dict[str, Any] | None
     clock: PhaseClock
@@ -264,8 +266,8 @@ class Saver:
                 prepared.written = sum(item.nbytes for item in written.files.values())
                 if prepared.failure is not None:
                     raise prepared.failure
-                own = _spread(prepared.objects) if self.coordinator.rank in prepared.tellers else {}
-                digests = _digests(prepared.objects) if self.coordinator.world_size > 1 else {}
+                own = prepared.spread if self.coordinator.rank in prepared.tellers else {}
+                digests = _digests(prepared.objects, prepared.spread) if self.coordinator.world_size > 1 else {}
                 payload = (part, prepared.rank_objects, digests, own)
             except BaseException as error:  # noqa: BLE001  `abort` raises it on every rank
                 attempt.abort(prepared.failure or error)
@@ -378,7 +380,10 @@ class Saver:
             every = (tensor for _, tensor in captured.tensors(aliases=True))
             found = next((layout_of(tensor) for tensor in every if isinstance(tensor, DTensor)), None)
             mesh = None if found is None else {"shape": list(found.mesh_shape), "names": list(found.mesh_names)}
-            made = Prepared(request, plan, captured.objects, captured.rank_objects, mesh, clock, aliases, small, prints)
+            spread = _spread(captured)
+            made = Prepared(
+                request, plan, captured.objects, spread, captured.rank_objects, mesh, clock, aliases, small, prints
+            )
         except BaseException as error:  # noqa: BLE001  the boundary of a rank: `settle` raises it
             return None, Outcome.of_error(error)
         wanted = (request.step, request.tag, kind.value)
@@ -389,14 +394,14 @@ class Saver:
                 list(tree["values"]),
                 *(tree.get(part) for part in UNITED),
             ]
-            if "param_groups" in tree
+            if key.partition("_")[0] == "optimizer"
             else list(tree)
-            for key, tree in _spread(captured.objects).items()
+            for key, tree in spread.items()
         }
-        spread = digest_of(_json(names))
+        named = digest_of(_json(names))
         is_new = prints is not None and prints.apart_signature != self.apart
         return made, Outcome(
-            (plan.signature, wanted, prints and prints.signatures, recipes, spread, captured.globs, is_new)
+            (plan.signature, wanted, prints and prints.signatures, recipes, named, captured.globs, is_new)
         )
 
     def _index(
@@ -412,7 +417,7 @@ class Saver:
             objects.update(own)
         told = [trees for *_, trees in answers]
         for key in dict.fromkeys(key for trees in told for key in trees):
-            found = [trees[key] for trees in [prepared.objects, *told] if key in trees]
+            found = [trees[key] for trees in [prepared.spread, *told] if key in trees]
             joins = key.partition("_")[0] == "optimizer"
             objects[key] = united(found) if joins else {k: v for tree in reversed(found) for k, v in tree.items()}
         tables = [digests for _, _, digests, _ in answers]
@@ -548,27 +553,27 @@ def dcp_state_dict(captured: Captured) -> tuple[dict[str, Any], set[str]]:
     return {**nested, **loose}, captured.own - nested.keys()
 
 
-def _spread(objects: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the objects that contain names of parameters or modules.
+def _spread(captured: Captured) -> dict[str, Any]:
+    """Return the captured objects that contain names of parameters or modules.
 
     In a pipeline, these objects differ between ranks: each rank has only the names in its own stages.
     """
     return {
         key: tree
-        for key, tree in objects.items()
+        for key, tree in captured.objects.items()
         if key == "classes"
+        or key in captured.modules
         or (key.startswith("model") and key.endswith(".extra_state"))
         or key.partition("_")[0] == "optimizer"
     }
 
 
-def _digests(objects: Mapping[str, Any]) -> dict[str, str]:
+def _digests(objects: Mapping[str, Any], spread: Mapping[str, Any]) -> dict[str, str]:
     """Return the digests of objects. Omits optimizers, because they are compared by their fingerprints.
 
     If an object's keys are names of parameters or modules, each name has its own digest, because ranks may have
     different parameters and modules.
     """
-    spread = _spread(objects)
     whole = {key: tree for key, tree in objects.items() if key not in spread}
     trees = {key: tree for key, tree in spread.items() if key.partition("_")[0] != "optimizer"}
     entries = {f"{key}{_IN}{name}": value for key, tree in trees.items() for name, value in tree.items()}

@@ -44,6 +44,7 @@ class Captured:
     loose: dict[str, torch.Tensor] = field(default_factory=dict)  # tensors of other objects, by full key
     objects: dict[str, JSON] = field(default_factory=dict)  # JSON by key, the same on every rank
     rank_objects: dict[str, JSON] = field(default_factory=dict)  # JSON by key; the key contains the rank
+    modules: set[str] = field(default_factory=set)  # the keys in `objects` of the modules in `extra`
     own: set[str] = field(default_factory=set)  # the keys in `loose` that belong to `rank_objects`
     alike: set[str] = field(default_factory=set)  # plain parameters that must be equal on all ranks
     declared: set[str] = field(default_factory=set)  # tensors that the layout declares as parts of global tensors
@@ -71,6 +72,10 @@ class Captured:
     def tensors(self, *, aliases: bool) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every tensor with its checkpoint key. With `aliases`, yield a tied weight under each of its names."""
         return ((key, table[name]) for key, shared, table, name in self.places() if aliases or key == shared)
+
+    def is_in_module(self, key: str) -> bool:
+        """Return whether a key in `loose` is a tensor of a module in `extra`."""
+        return any(key.startswith(f"{module}.") for module in self.modules)
 
     def add_own(self, key: str, value: Any) -> None:
         """Add state that only this rank saves and restores."""
@@ -147,6 +152,8 @@ def capture(state: TrainState, *, rank: int = 0, step: int | None = None) -> Cap
 
 def _capture_objects(captured: Captured, state: TrainState, rank: int) -> None:
     """Add everything but models and optimizers to `captured`."""
+    from torch.nn import Module
+
     kinds = ("optimizer", "scheduler")
     if classes := {section(kind, n): class_name(item) for kind in kinds for n, item in state.parts(kind).items()}:
         captured.objects["classes"] = classes
@@ -163,9 +170,12 @@ def _capture_objects(captured: Captured, state: TrainState, rank: int) -> None:
         check_name(name, "extra")
         own = isinstance(item, PerRank)
         key, value = (f"extra.{name}.{rank}", item.value) if own else (f"extra.{name}", item)
-        value = value.state_dict() if is_stateful(value) else value
+        is_module, value = isinstance(value, Module), value.state_dict() if is_stateful(value) else value
         if own:
             captured.add_own(key, value)
+        elif is_module and isinstance(value, Mapping):  # its names and tensors may differ between ranks
+            captured.objects[key] = encode(dict(value), key, captured.loose, inline=False)
+            captured.modules.add(key)
         else:
             captured.objects[key] = encode(value, key, captured.loose)
     refuse_hidden("", captured.loose)

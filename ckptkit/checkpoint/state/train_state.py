@@ -107,8 +107,8 @@ class TrainState:
             rank, world size)`, every load calls it to get this rank's state. Without this method, each rank gets its
             own saved state. If the number of ranks has changed, `per_rank_on_resize` applies.
         extra: More state by name: objects with `state_dict` and `load_state_dict`, or plain values, which a load
-            replaces in this dict. Only rank 0's values are saved. For a value that differs between ranks, use
-            `PerRank(value)`.
+            replaces in this dict. The tensors of a module may differ between ranks, as in `model`. Of anything else,
+            only rank 0's values are saved. For a value that differs between ranks, use `PerRank(value)`.
         layout: Maps globs of FQNs to what a rank's tensors are. A `Shard`, or several (outermost first): parts of
             global tensors. For the experts of an expert-parallel rank:
             {"*.experts.*": ckptkit.Shard(0, mesh=device_mesh["ep"])}. The layout also applies to the tensors' optimizer

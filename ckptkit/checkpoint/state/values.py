@@ -54,7 +54,7 @@ class Reference:
     key: str
 
 
-def encode(value: Any, path: str, tensors: dict[str, torch.Tensor] | None) -> JSON:
+def encode(value: Any, path: str, tensors: dict[str, torch.Tensor] | None, *, inline: bool = True) -> JSON:
     """Return `value` as strict JSON. Large tensors are added to `tensors`, under keys that start with `path`.
 
     Tensors are not copied; copy them to keep the result beyond the next training step.
@@ -63,11 +63,12 @@ def encode(value: Any, path: str, tensors: dict[str, torch.Tensor] | None) -> JS
         path: The path of the value in the state, for example "extra.ema". Error messages name it.
         tensors: None for a value that ckptkit's readers returned, such as numpy arrays and `TensorValue`s. All arrays
             become part of the JSON. Does not import torch.
+        inline: Whether small tensors directly in `value`, a dict or list, may be stored in the JSON.
 
     Raises:
         SaveError: A value's type cannot be loaded safely. The message names the value's path.
     """
-    return _Encoder(tensors).encode(value, path, 0)
+    return _Encoder(tensors).encode(value, path, 0, inline=inline)
 
 
 class _Encoder:
@@ -90,12 +91,12 @@ class _Encoder:
         if kind is float:
             return value if math.isfinite(value) else {"$float": repr(value)}
         if kind in _CONTAINERS:
-            return self._container(value, path, depth)
+            return self._container(value, path, depth, inline=inline or depth > 0)
         return self._leaf(value, path, inline=inline)
 
-    def _container(self, value: Any, path: str, depth: int) -> JSON:
+    def _container(self, value: Any, path: str, depth: int, *, inline: bool) -> JSON:
         kind = type(value)
-        inline = not any(map(_is_large, value.values() if kind in _DICTS else value))
+        inline = inline and not any(map(_is_large, value.values() if kind in _DICTS else value))
         if kind in _DICTS:
             plain = kind is dict and _STRINGS.issuperset(map(type, value))
             plain = plain and not any(map(str.startswith, value, itertools.repeat("$")))

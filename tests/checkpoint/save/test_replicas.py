@@ -228,6 +228,22 @@ def test_values_of_a_parameter_of_two_stages_are_refused_if_they_differ(tmp_path
     assert bool(list(tmp_path.glob("step*"))) != differs
 
 
+@on_ranks(2)
+def test_each_rank_gets_its_part_of_a_model_in_extra_back(tmp_path, kind):
+    """Ranks have different layers (a pipeline), and different values under one name (experts)."""
+
+    def made(seed: int) -> TrainState:
+        torch.manual_seed(seed)
+        rank = dist.get_rank()
+        layers = {f"stage{rank}": nn.Linear(20, 20), "expert": nn.Linear(3, 2), "alike": nn.BatchNorm1d(2)}
+        return TrainState(model=nn.Linear(1, 1), extra={"ema": nn.ModuleDict(layers)}, rng=False)
+
+    source, live = made(dist.get_rank()), made(5)
+    source.model = live.model
+    states.check_round_trip(tmp_path, source, live, kind)
+    states.check_round_trip(tmp_path / "again", source, made(7), kind, atomic=True)
+
+
 @pytest.mark.parametrize("value", [5, [5], {"a": 5}])
 def test_an_extra_value_may_be_named_extra_state(tmp_path, value):
     live = TrainState(extra={"extra_state": None}, rng=False)
