@@ -228,6 +228,39 @@ def test_an_object_that_refuses_ranks_states_changes_nothing(ranks, tmp_path, wh
     assert refuse_shards(url, [0], options) == expected  # a single rank reads all objects of a store at once
 
 
+class Merging(nn.Linear):
+    """A layer that gets another state on rank 1 than it has saved."""
+
+    change = ""
+
+    def merge_ranks(self, saved: Any, rank: int, world_size: int) -> Any:
+        state = saved[rank]
+        changed = {"part": {"weight": state["weight"]}, "more": {**state, "more": state["bias"]}}
+        changed["cast"] = {name: value.double() for name, value in state.items()}
+        return changed.get(self.change, state) if rank else state
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("part", "1 missing in the checkpoint: bias"),
+        ("more", "1 unexpected: more (rank 1)"),
+        ("cast", "2 with another dtype"),
+    ],
+)
+@on_ranks(2)
+def test_a_merged_state_that_does_not_fit_changes_nothing(tmp_path, change, said):
+    def made(value: float) -> TrainState:
+        state = states.linear(value)
+        state.extra["ema"] = PerRank(Merging(3, 2))
+        return state
+
+    root, live = states.save(tmp_path, made(1.0)), made(2.0)
+    live.extra["ema"].value.change = change
+    with states.unchanged(live):
+        assert f"extra.ema: {said}" in states.refusal(lambda: states.load(root, live))
+
+
 @pytest.mark.parametrize("where", ["dataloader", "extra"])
 def test_an_objects_own_rule_for_the_ranks_states_must_be_callable(where):
     loader = Shards(0, 1)

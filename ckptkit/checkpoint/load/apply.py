@@ -161,8 +161,7 @@ def _apply_object(state: TrainState, target: ObjectTarget, value: Any) -> None:
     if target.kind == "model":
         _apply_extra_state(target.item, value)
     elif target.kind == "extra" and isinstance(item, torch.nn.Module):
-        # The plan has reported or accepted any differences, except those of a state that `merge_ranks` computed.
-        item.load_state_dict(value, strict=target.merge is not None)
+        item.load_state_dict(value, strict=False)  # the plan has reported or accepted any differences
     elif target.kind != "extra" or is_stateful(item):
         item.load_state_dict(value)
         if target.kind == "dataloader" and isinstance(item, torch.utils.data.DataLoader):

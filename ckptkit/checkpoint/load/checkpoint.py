@@ -15,6 +15,7 @@ from ckptkit.catalog.entry import Catalog
 from ckptkit.checkpoint.load.apply import apply_objects, apply_tensors, decode_plan
 from ckptkit.checkpoint.load.differences import Mismatches, in_all
 from ckptkit.checkpoint.load.options import LoadOptions
+from ckptkit.checkpoint.load.plan_objects import check_merged
 from ckptkit.checkpoint.load.planner import plan_load
 from ckptkit.checkpoint.load.read import Reading
 from ckptkit.checkpoint.load.shared_reads import exchange, groups_of
@@ -77,22 +78,22 @@ def load_checkpoint(
         with _RankPart() as planned, _pinned(ready, sure=not options.atomic), torch.no_grad():
             catalog, store = opened()
             plan = plan_load(state, catalog, store, options, rank=rank, world_size=world_size)
-            elsewhere = plan.mismatches.unexpected if world_size > 1 else {}  # other ranks may have these keys
-            plan.mismatches.check(store.url, strict=options.strict, elsewhere=bool(elsewhere))
+            plan.mismatches.check(store.url, strict=options.strict, elsewhere=world_size > 1)
             reading = Reading(plan, store, options, world_size=world_size)
             decode = partial(decode_plan, plan, reading.refs.__getitem__, rank=rank, world_size=world_size)
             decoded = None
             if reading.first is not None:
                 reading.first.run()
                 decoded = decode()
+                check_merged(plan, decoded.objects, options, rank, store.url)
             checks = reading.filler.unchecked() if options.verify and options.verify != "read" else []
             # Whether ranks that need the same data each read a share of it and send that share to the others.
             shared = options.replicas == "broadcast" or (options.replicas == "auto" and store.asking_costs)
             signature = reading.filler.signature() if world_size > 1 and shared else b""
-            planned.value = checks, signature, elsewhere, store.url, plan.globs
+            planned.value = checks, signature, plan.mismatches.unexpected, store.url, plan.globs
         combine = partial(_shared, strict=options.strict)
         shares, alike, left = coordinator.settle(planned.answer, "loading", then=combine)
-    plan.mismatches.unexpected = left if world_size > 1 else plan.mismatches.unexpected
+    plan.mismatches.unexpected = left
     report = LoadReport(
         store.url,
         plan.catalog.info.step,

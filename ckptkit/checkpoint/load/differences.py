@@ -122,13 +122,18 @@ def in_all(tables: Sequence[Mapping[str, Sequence[str]]]) -> dict[str, list[str]
     return found
 
 
-def match_tensors(found: Mismatches, section: str, wanted: Sides, saved: Sides, *, convert_dtype: bool) -> list[str]:
+def match_tensors(
+    found: Mismatches, section: str, wanted: Sides, saved: Sides, *, convert_dtype: bool, where: str = ""
+) -> list[str]:
     """Compare names, shapes and dtypes of the live tensors (`wanted`) with those of the checkpoint (`saved`).
 
     Returns the names of the tensors that can be loaded. Adds the mismatches to `found`.
+
+    Args:
+        where: If the saved tensors are for this rank only: the rank, as " (rank 0)". See `in_all`.
     """
     found.add("missing", section, (name for name in wanted if name not in saved))
-    found.add("unexpected", section, (name for name in saved if name not in wanted))
+    found.add("unexpected", section, (f"{name}{where}" for name in saved if name not in wanted))
     good = []
     for name, (dtype, shape) in wanted.items():
         if name not in saved:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from ckptkit.catalog.entry import Role
 from ckptkit.checkpoint.load.differences import match_tensors
-from ckptkit.checkpoint.load.plan import ObjectTarget, Planning, of_another_class
+from ckptkit.checkpoint.load.options import LoadOptions
+from ckptkit.checkpoint.load.plan import LoadPlan, ObjectTarget, Planning, of_another_class
 from ckptkit.checkpoint.save.replicas import PER_RANK
 from ckptkit.checkpoint.state.rng import shared_stream
 from ckptkit.checkpoint.state.train_state import PerRank, own_merge, section
@@ -80,7 +81,7 @@ def _by_position(load: Planning, scheduler: Any, tree: JSON) -> str:
     return ""
 
 
-def _module(load: Planning, key: str, item: Any, tree: JSON) -> None:
+def _module(load: Planning, key: str, item: Any, tree: JSON, *, where: str = "") -> None:
     """Compare a model in `TrainState.extra` with its saved state, as strictly as the models in `TrainState.model`.
 
     The model's own `load_state_dict` would cast tensors silently. If some tensors do not match, it would also load
@@ -88,15 +89,37 @@ def _module(load: Planning, key: str, item: Any, tree: JSON) -> None:
     """
     import torch
 
+    if isinstance(item, torch.nn.Module):
+        saved = decode(tree, load.small if load.foreign else partial(_without_values, load))
+        _compare(load.plan, key, item, saved, load.options, where)
+
+
+def check_merged(plan: LoadPlan, values: Sequence[Any], options: LoadOptions, rank: int, url: str) -> None:
+    """Compare the modules in `extra` with the states that `merge_ranks` or `per_rank_on_resize` returned for them.
+
+    Args:
+        values: The new state of each of `plan.objects`.
+        url: The checkpoint, for the error message.
+
+    Raises:
+        CheckpointMismatchError: A state does not fit its module.
+    """
+    for target, value in zip(plan.objects, values, strict=True):
+        if target.merge is not None and isinstance(target.item, PerRank):
+            _compare(plan, target.key, target.item.value, value, options, f" (rank {rank})")
+    plan.mismatches.check(url, strict=options.strict)
+
+
+def _compare(plan: LoadPlan, key: str, item: Any, saved: Any, options: LoadOptions, where: str) -> None:
+    import torch
+
     def side(value: Any) -> tuple[str, tuple[int, ...]]:
         dtype = getattr(value, "dtype", "no tensor")
         return str(dtype).removeprefix("torch."), tuple(getattr(value, "shape", ()))
 
-    if isinstance(item, torch.nn.Module):
-        saved = decode(tree, load.small if load.foreign else partial(_without_values, load))
-        if isinstance(saved, Mapping):
-            live, found = ({name: side(value) for name, value in one.items()} for one in (item.state_dict(), saved))
-            match_tensors(load.plan.mismatches, key, live, found, convert_dtype=load.options.convert_dtype)
+    if isinstance(item, torch.nn.Module) and isinstance(saved, Mapping):
+        live, found = ({name: side(value) for name, value in one.items()} for one in (item.state_dict(), saved))
+        match_tensors(plan.mismatches, key, live, found, convert_dtype=options.convert_dtype, where=where)
 
 
 def _without_values(load: Planning, key: str) -> torch.Tensor:
@@ -160,7 +183,7 @@ def _per_rank(load: Planning, kind: str, key: str, item: Any) -> None:
 def _own(load: Planning, kind: str, key: str, item: Any, tree: JSON) -> None:
     """Plan how to restore a per-rank state from one rank's saved state."""
     if isinstance(item, PerRank):
-        _module(load, key, item.value, tree)
+        _module(load, key, item.value, tree, where=f" (rank {load.rank})")
     load.plan.objects.append(ObjectTarget(kind, key, item, (tree,)))
 
 
