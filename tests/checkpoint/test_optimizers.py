@@ -505,6 +505,25 @@ def test_state_that_no_load_could_restore_is_refused_by_all(ranks, tmp_path, nam
         assert NOT_SAVED[name] in text
 
 
+def save_whole(url: str) -> dict[str, Any]:
+    state = made("local moments", 0, False, range(3))
+    save(url, state)
+    return everything(state)
+
+
+def load_shards(url: str) -> dict[str, Any]:
+    state = made("local moments", 1, True, range(50, 51))
+    load_all(url, state)
+    found = everything(state, join=True)
+    train(state, range(3, 5))  # fails if a moment became a DTensor
+    return found
+
+
+def test_moments_of_whole_parameters_load_as_the_shards_that_the_optimizer_has(ranks, tmp_path):
+    (saved,) = ranks.run(save_whole, 1, str(tmp_path))
+    assert ranks.run(load_shards, 2, str(tmp_path)) == [saved] * 2
+
+
 @needs_flashoptim
 def test_reshard_keeps_the_quantized_states_of_flashoptim(ranks, tmp_path):
     name, url = "FlashAdamW of flashoptim", str(tmp_path / "run")

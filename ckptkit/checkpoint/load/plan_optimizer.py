@@ -14,7 +14,16 @@ from ckptkit.checkpoint.state.local_part import this_rank
 from ckptkit.checkpoint.state.model_tensors import parameter_names
 from ckptkit.checkpoint.state.optimizer.capture import joined, named_parameters
 from ckptkit.checkpoint.state.optimizer.groups import GroupChanges, group_changes
-from ckptkit.checkpoint.state.optimizer.layout import SHARD, cuts, layouts, placed_whole, places
+from ckptkit.checkpoint.state.optimizer.layout import (
+    SHARD,
+    Held,
+    cuts,
+    is_shard,
+    layouts,
+    placed_whole,
+    places,
+    shard_names,
+)
 from ckptkit.checkpoint.state.optimizer.methods import inner_optimizers, with_inner
 from ckptkit.checkpoint.state.optimizer.tree import OptimizerTree, with_new_head
 from ckptkit.checkpoint.state.train_state import section
@@ -131,6 +140,7 @@ def _optimizer(load: Planning, plan: OptimizerPlan, names: Mapping[int, str]) ->
             f"{plan.key}: its load_state_dict pre-hooks change nothing: a load restores the saved values directly"
         )
     plan.live = {fqn: dict(plan.optimizer.state.get(item, {})) for fqn, item in plan.parameters.items()}
+    plan.held = {**_shards_here(plan), **plan.held}
     values = [value for state in plan.live.values() for value in state.values()]
     tensors = [value for value in values if isinstance(value, torch.Tensor) or is_state_in_parts(value)]
     if load.recipes or any(is_state_in_parts(tensor) or why_not_dense(tensor) for tensor in tensors):
@@ -142,6 +152,18 @@ def _optimizer(load: Planning, plan: OptimizerPlan, names: Mapping[int, str]) ->
     _check_states(plan, weights, found)
     _cast_states(load, plan, weights, masters)
     return _plan_masters(plan, masters, weights, found)
+
+
+def _shards_here(plan: OptimizerPlan) -> dict[str, Held]:
+    """Return, by key, the saved states of whole parameters for which this rank's optimizer has plain shards."""
+    live = {fqn: (parameter, plan.live[fqn]) for fqn, parameter in plan.parameters.items()}
+    names = shard_names(live.values())
+    found = {(fqn, name): entry for fqn, entries in plan.states.items() for name, entry in entries.items()}
+    return {
+        f"{plan.key}.state.{fqn}.{name}": SHARD
+        for (fqn, name), entry in found.items()
+        if name in names and entry.shape == plan.shape(fqn) and is_shard(live[fqn][1].get(name), live[fqn][0])
+    }
 
 
 def _saved(

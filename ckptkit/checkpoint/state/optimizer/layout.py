@@ -83,14 +83,22 @@ def shard_names(states: Iterable[tuple[torch.Tensor, Mapping[str, Any]]]) -> fro
     for parameter, state in states:
         if not _is_sharded(parameter):
             continue
-        local = local_part(parameter).shape
         for name, value in state.items():
             for tensor in _plain_in(value):
-                if tensor is value and tensor.shape == local and tensor.numel() != 1:
+                if tensor is value and is_shard(tensor, parameter) and tensor.numel() != 1:
                     names.add(name)
                 elif tensor.numel() > 1:
                     return frozenset()
     return frozenset(names)
+
+
+def is_shard(value: Any, parameter: torch.Tensor) -> bool:
+    """Return whether a value is a plain tensor with the shape of the parameter's local shard."""
+    import torch
+    from torch.distributed.tensor import DTensor
+
+    is_plain = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
+    return is_plain and _is_sharded(parameter) and value.shape == local_part(parameter).shape
 
 
 def placed(
@@ -107,7 +115,7 @@ def placed(
     if isinstance(value, DTensor):
         alike = value.placements == parameter.placements and value.device_mesh == parameter.device_mesh
         return value, None if alike and value.shape == parameter.shape else _texts(value)
-    if name in shards and _is_sharded(parameter) and value.shape == local_part(parameter).shape:
+    if name in shards and is_shard(value, parameter):
         mesh, placements, stride = parameter.device_mesh, parameter.placements, parameter.stride()
         made = DTensor.from_local(value, mesh, placements, run_check=False, shape=parameter.shape, stride=stride)
         return made, SHARD
