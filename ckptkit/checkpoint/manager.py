@@ -378,10 +378,6 @@ class CheckpointManager:
         """The name of the run's checkpoint that this job was resumed from. Rotation does not delete it."""
         return self._loader.resumed_from
 
-    @resumed_from.setter
-    def resumed_from(self, name: str | None) -> None:
-        self._loader.resumed_from = name
-
     def load(
         self,
         state: TrainState,

@@ -144,7 +144,6 @@ class FSDPStrategy:
         self.sync_every_micro_batch = sync_every_micro_batch
         self.last_grad_norm: torch.Tensor | None = None
         self.last_load: LoadReport | None = None
-        self._resumed_from: dict[str, str | None] = {}  # by run: the checkpoint that rotation must not delete
         self.last_outcome: Outcome | None = None
         self._samples: DeviceMesh | None = None
         self._made_group = False
@@ -584,7 +583,6 @@ class FSDPStrategy:
         state = self._training_state(model, optimizer, scheduler, step)
         limits = RetentionPolicy(max_num=max_num, max_mem=limit)
         with CheckpointManager(save_dir, retention=limits, state_dict_type=self.config.state_dict_type) as manager:
-            manager.resumed_from = self._resumed_from.get(manager.url)
             return manager.save(step, state, tag=tag, client_state=client_state, metrics=metrics, overwrite=True)
 
     @checked("model", "load_dir", "optimizer")
@@ -646,7 +644,6 @@ class FSDPStrategy:
                 with contextlib.suppress(CheckpointNotFoundError, *half):
                     # A name without a slash would mean a checkpoint of this run.
                     report = load(manager.url if "/" in manager.url else f"./{manager.url}")
-            self._resumed_from[manager.url] = manager.resumed_from
         self.last_load = report
         if report is None:
             return None, {}

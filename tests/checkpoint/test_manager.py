@@ -135,6 +135,8 @@ def test_the_checkpoint_that_a_run_was_resumed_from_is_never_deleted(tmp_path):
         manager.save(4, linear())
         with pytest.raises(CheckpointNotFoundError):
             manager.delete(3)
+    save(tmp_path, linear(), 5, retention=NEWEST)  # another manager of the same job
+    assert steps(tmp_path) == [1, 5]
 
 
 def test_keep_best_without_metrics_is_refused_at_the_first_save(tmp_path):

@@ -31,6 +31,7 @@ from ckptkit.storage.retry import patient
 from ckptkit.storage.store import Store
 
 _log = logging.getLogger(__name__)
+_resumed: dict[str, str] = {}  # by root: the checkpoint that this job was resumed from, also by a closed manager
 
 
 @dataclass(eq=False)
@@ -50,9 +51,13 @@ class Loader:
     start_fresh: str  # as for `CheckpointManager`
     trace: Path | None  # a directory for Chrome traces
     storage_options: Mapping[str, Any] | None
-    resumed_from: str | None = None  # the name of the last checkpoint that was loaded from the run itself
     given_up: set[str] = field(default_factory=set)  # damaged checkpoints; a load fell back to an earlier one
     looked: bool = False
+
+    @property
+    def resumed_from(self) -> str | None:
+        """The name of the last checkpoint that this job loaded from the run itself."""
+        return _resumed.get(self.root.url)
 
     @patient()
     def load(self, state: TrainState, which: str | int, options: LoadOptions, *, fallback: str) -> LoadReport | None:
@@ -100,7 +105,7 @@ class Loader:
                 damaged.append(name)
                 notes.append(text.partition("\n")[0])
             else:
-                self.resumed_from = name
+                _resumed[self.root.url] = name
                 self.given_up.update(damaged)
                 self.looked |= which == "latest"
                 report.metrics, report.client_state = dict(record.metrics), record.client_state
@@ -109,6 +114,7 @@ class Loader:
         if first is not None:
             raise type(first)(f"{first}\nThere is no older checkpoint to fall back to.") from first
         self.looked |= which == "latest"
+        _resumed.pop(self.root.url, None)
         other = self.coordinator.decide(partial(self._begin, state, options), "beginning a run")
         return self._restore(other, None, state, options) if other else None
 

@@ -146,7 +146,7 @@ def test_a_copy_of_a_running_run_ignores_pins_deletions_and_saves_of_the_origina
             open_staging(LocalStore(run), "step_00000002", "0" * 16, leased=True)
             subprocess.run(["cp", "-r", run, copy], check=True)
         with CheckpointManager(copy, retention=RetentionPolicy(max_num=1)) as another:
-            assert another.load(linear(), "step_00000001") is not None  # does not wait for a deletion
+            assert another.load(linear(), f"{copy}/step_00000001") is not None  # does not wait for a deletion
             another.save(3, linear())
         with CheckpointManager(copy, retention=RetentionPolicy(max_num=1)) as another:
             another.save(4, linear())
