@@ -81,14 +81,18 @@ def _dumped(value: Any, read: Callable[[bytes], Any], name: str, advice: str) ->
     except MemoryError:
         raise
     except Exception as error:  # pickling runs the value's own code, which may raise anything
-        # torch's allocators raise RuntimeErrors: OutOfMemoryError on a device, and "can't allocate memory" on the CPU.
-        if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+        if _is_lack_of_memory(error) or _is_lack_of_memory(error.__context__):  # the context of a LoadError
             raise SaveError(f"{name}: not enough memory to save it: {error}") from error
         raise SaveError(
             f"{name}: a value of type {type(value).__module__}.{type(value).__qualname__} cannot be saved so that it "
             f"loads without running code.{contained} Save its plain values instead, {advice}"
         ) from error
     return buffer.getvalue()
+
+
+def _is_lack_of_memory(error: BaseException | None) -> bool:
+    # torch's allocators raise RuntimeErrors: OutOfMemoryError on a device, and "can't allocate memory" on the CPU.
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error)
 
 
 def parse_object(data: bytes | bytearray | memoryview, *, file: str, name: str = "") -> Any:
@@ -114,11 +118,11 @@ def parse_object(data: bytes | bytearray | memoryview, *, file: str, name: str =
         raise _refusal(label, found[1] if found else "") from None
     except CkptkitError:
         raise
-    except MemoryError:
-        raise LoadError(f"{label}: there is not enough memory to load it.") from None
     except zipfile.BadZipFile as error:
         raise CorruptCheckpointError(f"{label} is damaged: {str(error)[:200]}") from error
     except Exception as error:  # torch may raise anything for bytes that torch.save did not write
+        if _is_lack_of_memory(error):
+            raise LoadError(f"{label}: there is not enough memory to load it.") from error
         raise LoadError(f"{label}: torch can't load it: {' '.join(str(error).split())[:200]}") from error
     for tensor in _tensors(value, 0):
         if tensor.layout is torch.strided and not tensor.is_quantized:

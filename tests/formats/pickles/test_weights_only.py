@@ -16,7 +16,7 @@ import torch
 
 import ckptkit
 from ckptkit.errors import CkptkitError, CorruptCheckpointError, LoadError, SaveError, UnsafePickleError
-from ckptkit.formats.pickles.weights_only import dump_object, parse_object
+from ckptkit.formats.pickles.weights_only import dump_object, dump_plain, parse_object
 from tests.formats import interop_cases as interop
 from tests.formats.damages import rezipped
 from tests.formats.interop_cases import CODE, OBJECTS, REFUSED, same
@@ -30,10 +30,13 @@ def test_values_that_torch_saved_are_read(value, modern):
     assert str(found) == str(value)
 
 
-def test_a_lack_of_memory_is_not_called_damage(monkeypatch):
-    monkeypatch.setattr(torch, "load", Mock(side_effect=MemoryError))
+@pytest.mark.parametrize("error", [MemoryError, RuntimeError("DefaultCPUAllocator: can't allocate memory")])
+def test_a_lack_of_memory_is_not_called_damage(monkeypatch, error):
+    monkeypatch.setattr(torch, "load", Mock(side_effect=error))
     with pytest.raises(LoadError, match="not enough memory"):
         parse_object(saved({"a": 1}), file="f")
+    with pytest.raises(SaveError, match="x: not enough memory to save it"):
+        dump_plain({"a": 1}, name="x", advice="or else")
 
 
 def test_a_compressed_archive_is_refused_before_decompression():
