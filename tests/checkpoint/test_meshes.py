@@ -246,14 +246,16 @@ def test_shards_that_do_not_match_their_layout_are_refused_by_name(tmp_path):
     """Five experts over two ranks, three and two."""
     rank, mesh = dist.get_rank(), ep_mesh()
 
-    def part(count: int, layout: Shard) -> TrainState:
+    def part(count: int, layout: Any) -> TrainState:
         return TrainState(model=experts_of(count, rank + 1.0), layout={"*": layout}, rng=False)
 
     check_refused(tmp_path, part(3 - rank, Shard(0, mesh=mesh)), "experts")
     said = r"model\.experts: .* a tensor of shape \[2, 2\], but its layout expects a part of shape \[3, 2\]"
     check_refused(tmp_path, part(2 + rank, Shard(0, mesh=mesh, size=5)), said)
     check_refused(tmp_path, part(2, Shard(2, mesh=mesh)), "has no dimension 2")
-    states.save(tmp_path, part(3 - rank, Shard(0, mesh=mesh, size=5)))
+    with CheckpointManager(tmp_path) as manager:  # the key was a tensor of each rank in an earlier save
+        manager.save(0, part(2, "per_rank"))
+        manager.save(1, part(3 - rank, Shard(0, mesh=mesh, size=5)))
     assert open_checkpoint(f"{tmp_path}/step_00000001")["model.experts"][:, 0].tolist() == [1.0, 1.0, 1.0, 2.0, 2.0]
 
 

@@ -288,6 +288,8 @@ def part_ways(captured: Captured, keepers: Mapping[str, int], rank: int) -> None
     Args:
         keepers: For each of this rank's keys that differs between ranks: the rank whose copy keeps the shared key.
     """
+    from torch.distributed.tensor import DTensor
+
     # Every rank saves this dict, even if it is empty, because a load counts these dicts to get the number of ranks.
     own = captured.rank_objects.setdefault(f"{PER_RANK}.{rank}", {})
     for section, taken in captured.optimizers.items():
@@ -300,7 +302,7 @@ def part_ways(captured: Captured, keepers: Mapping[str, int], rank: int) -> None
                     taken.tree[part] = {}  # SHARDED also writes these for torch, so only one rank keeps them
     bound = _bound(captured)
     for key, same, holder, name in list(captured.places()):
-        if same not in keepers:
+        if same not in keepers or isinstance(holder[name], DTensor):  # declared as a shard since an earlier save
             continue
         if keepers[same] != rank:
             if holder is not captured.loose or key in bound or captured.is_in_module(key):
