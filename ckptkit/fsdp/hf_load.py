@@ -65,13 +65,15 @@ def load_hf(model: nn.Module, url: Location, *, cast: bool = False, strict: bool
             plan = plan_load(state, catalog, store, options, rank=coordinator.rank, world_size=coordinator.world_size)
             if rounded := list(_rounded(plan)):
                 plan.mismatches.add("others", "model", rounded)
-                plan.mismatches.check(store.url, strict=strict)
+                plan.mismatches.check(store.url, strict=strict, call="load_hf")
         return catalog, store, options
 
     with contextlib.closing(Coordinator()) as coordinator:
         catalog, store, options = coordinator.run_on_all(opened, f"opening {url}")
         origin = state.half_loaded
-        report = load_checkpoint(state, lambda: (catalog, store), options, coordinator=coordinator, origin=origin)
+        report = load_checkpoint(
+            state, lambda: (catalog, store), options, coordinator=coordinator, origin=origin, call="load_hf"
+        )
     meta.restore_buffers(model)
     loaded = {id(live[key.removeprefix("model.")]) for key in report.loaded}  # a tied tensor is listed once
     missing, unexpected = ([key.removeprefix("model.") for key in keys] for keys in (report.missing, report.unexpected))

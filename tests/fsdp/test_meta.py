@@ -217,6 +217,7 @@ def test_all_mismatches_are_listed_and_nothing_changes(zoo):
         load_hf(model, str(zoo / "hf_ref_llama_untied"))
     shapes = "mlp.up_proj.weight ([", "layers.1.mlp.down_proj.weight (["
     assert [words for words in ("missing in", "self_attn.q_proj.bias", *shapes) if words not in str(caught.value)] == []
+    assert str(caught.value).endswith("\nOptions of load_hf: strict=False loads what matches.")
     models.assert_equal(models.weights(model), before)
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptkit.catalog.entry import Catalog
 from ckptkit.checkpoint.load.apply import apply_objects, apply_tensors, decode_plan
-from ckptkit.checkpoint.load.differences import Mismatches, in_all
+from ckptkit.checkpoint.load.differences import MANAGER, Mismatches, in_all
 from ckptkit.checkpoint.load.options import LoadOptions
 from ckptkit.checkpoint.load.plan_objects import check_merged
 from ckptkit.checkpoint.load.planner import plan_load
@@ -46,6 +46,7 @@ def load_checkpoint(
     coordinator: Coordinator,
     ready: Callable[[bool], None] | None = None,
     origin: str | None = None,
+    call: str = MANAGER,
 ) -> LoadReport:
     """Load the checkpoint that `opened` returns into `state`, on all ranks or on none. All ranks must call it.
 
@@ -59,6 +60,7 @@ def load_checkpoint(
             deleted before the pin took effect. This error replaces errors about missing files.
         origin: For a caller that retries with the same options: the value of `state.half_loaded` before its first
             attempt.
+        call: What the user called; see `Mismatches.check`.
 
     Raises:
         CheckpointMismatchError: The checkpoint does not match the state. Every rank raises the same error, which lists
@@ -78,7 +80,7 @@ def load_checkpoint(
         with _RankPart() as planned, _pinned(ready, sure=not options.atomic), torch.no_grad():
             catalog, store = opened()
             plan = plan_load(state, catalog, store, options, rank=rank, world_size=world_size)
-            plan.mismatches.check(store.url, strict=options.strict, elsewhere=world_size > 1)
+            plan.mismatches.check(store.url, strict=options.strict, elsewhere=world_size > 1, call=call)
             reading = Reading(plan, store, options, world_size=world_size)
             decode = partial(decode_plan, plan, reading.refs.__getitem__, rank=rank, world_size=world_size)
             decoded = None
@@ -91,7 +93,7 @@ def load_checkpoint(
             shared = options.replicas == "broadcast" or (options.replicas == "auto" and store.asking_costs)
             signature = reading.filler.signature() if world_size > 1 and shared else b""
             planned.value = checks, signature, plan.mismatches.unexpected, store.url, plan.globs
-        combine = partial(_shared, strict=options.strict)
+        combine = partial(_shared, strict=options.strict, call=call)
         shares, alike, left = coordinator.settle(planned.answer, "loading", then=combine)
     plan.mismatches.unexpected = left
     report = LoadReport(
@@ -201,7 +203,7 @@ def _pinned(ready: Callable[[bool], None] | None, *, sure: bool) -> Iterator[Non
 
 
 def _shared(
-    answers: Sequence[Any], *, strict: bool
+    answers: Sequence[Any], *, strict: bool, call: str
 ) -> tuple[list[list[SliceCheck]], list[list[int]], dict[str, list[str]]]:
     """Combine the ranks' plans. Returns three values:
 
@@ -219,7 +221,7 @@ def _shared(
     if any(globs):
         refuse_idle(globs)
     left = in_all(unexpected)
-    Mismatches(unexpected=left).check(urls[0], strict=strict)
+    Mismatches(unexpected=left).check(urls[0], strict=strict, call=call)
     return _share_checks(checks) if any(checks) else list(checks), groups_of(signatures), left
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from ckptkit.errors import CheckpointMismatchError
 
 _SHOWN = 20
+MANAGER = "CheckpointManager.load"
 
 Sides = Mapping[str, tuple[str, tuple[int, ...]]]
 """Maps a tensor's name to (dtype, shape)."""
@@ -66,11 +67,12 @@ class Mismatches:
         if found:
             getattr(self, kind).setdefault(section, []).extend(found)
 
-    def check(self, url: str, *, strict: bool, elsewhere: bool = False) -> None:
+    def check(self, url: str, *, strict: bool, elsewhere: bool = False, call: str = MANAGER) -> None:
         """Raise if there are mismatches. With strict=False, missing and unexpected names are accepted.
 
         Args:
             elsewhere: Accept unexpected names, which other ranks' states may have, if there are no other mismatches.
+            call: What the user called. The message advises its options: `strict`, and those of MANAGER.
         """
         kinds = {"with another shape": self.shapes, "with another dtype": self.dtypes, "incompatible": self.others}
         if strict:
@@ -87,14 +89,15 @@ class Mismatches:
         if lines:
             advice = ["convert_dtype=True casts"] if self.dtypes else []
             if self.missing or self.unexpected:
-                text = "include=[...] names what to load"
-                if any(section.startswith("optimizer") for section in {**self.missing, **self.unexpected}):
+                text = "include=[...] names what to load" if call == MANAGER else ""
+                if text and any(section.startswith("optimizer") for section in {**self.missing, **self.unexpected}):
                     text += ', optimizer="skip" skips the optimizer'
-                advice.insert(0, f"strict=False loads what matches, {text}" if strict else text)
+                texts = ["strict=False loads what matches"] * strict + [text] * bool(text)
+                advice[:0] = [", ".join(texts)] if texts else []
             raise CheckpointMismatchError(
                 f"{url} does not fit the training state; nothing was loaded.\n  "
                 + "\n  ".join(sorted(lines))
-                + (f"\nOptions of CheckpointManager.load: {'; '.join(advice)}." if advice else "")
+                + (f"\nOptions of {call}: {'; '.join(advice)}." if advice else "")
             )
 
     def everything(self, kind: str) -> list[str]:
