@@ -154,9 +154,9 @@ def optimizer_role(path: Path) -> EntryRole:
         kind, _, rest = head.partition(".")
         if kind == "state" and "." in rest:
             first, _, after = rest.partition(".")
-            if first in _STATES:  # Megatron puts the state name first
-                return _state(after, first)
             fqn, _, state = rest.rpartition(".")
+            if first in _STATES and state not in _STATES:  # Megatron puts the state name first
+                return _state(after, first)
             return _state(fqn, state)
         if kind == "master" and rest:
             return EntryRole(Role.MASTER, rest)

@@ -89,6 +89,7 @@ OPTIMIZER_PATHS: dict[Path, EntryRole] = {
     ("optimizers", "adam", "state", HF, "exp_avg"): state(HF, "exp_avg"),
     ("optimizer", f"state.{HF}.exp_avg"): state(HF, "exp_avg"),
     (f"optimizer.state.{HF}.exp_avg",): state(HF, "exp_avg"),
+    ("optimizer.state.step.exp_avg.w.exp_avg",): state("step.exp_avg.w", "exp_avg"),
     (f"optimizer.state.exp_avg.{HF}",): state(HF, "exp_avg"),
     (f"optimizer.state.fp32_param.{HF}",): EntryRole(Role.MASTER, HF),
     ("optimizer", "master", HF): EntryRole(Role.MASTER, HF),
