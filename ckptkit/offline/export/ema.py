@@ -54,7 +54,19 @@ def averaged(catalog: Catalog, prefix: str = "") -> tuple[dict[str, TensorEntry]
     others = {name for name in model_names(every.values()) if own and not dotted.startswith(f"{name}.")} - {""}
     if names_average_of(front, others):
         raise CheckpointMismatchError(f"--weights ema: {front!r} is the average of another model than {prefix!r}.")
-    return _named(catalog, front, found, own or every, every, others)
+    tensors, notes = _named(catalog, front, found, own or every, every, others)
+    if own and not names_average_of(front, {dotted[:-1]}) and not any(dotted in name for name in found):
+        fits = [other for other in sorted(others) if _alike(tensors, every, dotted, f"{other}.")]
+        if fits:
+            text = f"{front.removesuffix('.')} names no model, and also fits {first_few(fits)}: is it that of {prefix}?"
+            notes = (*notes, text)
+    return tensors, notes
+
+
+def _alike(tensors: Mapping[str, TensorEntry], every: Mapping[str, TensorEntry], own: str, other: str) -> bool:
+    """Return whether the model with the prefix `other` has the names and shapes of `tensors`, whose prefix is `own`."""
+    pairs = ((entry, every.get(other + name.removeprefix(own))) for name, entry in tensors.items())
+    return all(found is not None and found.shape == entry.shape for entry, found in pairs)
 
 
 def _named(

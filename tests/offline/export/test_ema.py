@@ -61,6 +61,14 @@ def test_among_averages_of_several_models_that_of_the_picked_model_is_exported(t
     assert_same(found.tensors, averages[picked])
 
 
+@pytest.mark.parametrize(("key", "told"), [("ema", True), ("actor_ema", False)])
+def test_an_average_without_a_models_name_that_fits_several_is_noted(tmp_path, key, told):
+    models = {name: torch.nn.Linear(4, 3) for name in ("actor", "critic")}
+    save(tmp_path / "run", TrainState(model=models, extra={key: average(models["actor"])}))
+    found = converted(tmp_path / "run", tmp_path / "out", weights="ema", strip_prefix="actor")
+    assert ("extra.ema names no model, and also fits critic: is it that of actor?" in found.report.notes) == told
+
+
 @pytest.mark.parametrize("form", ["actor.", "actor.module."])
 @pytest.mark.parametrize("key", ["ema", "actor_ema"])
 def test_the_average_of_another_model_than_the_picked_one_is_refused(tmp_path, form, key):
