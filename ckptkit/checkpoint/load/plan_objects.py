@@ -107,7 +107,7 @@ def check_merged(plan: LoadPlan, values: Sequence[Any], options: LoadOptions, ra
     for target, value in zip(plan.objects, values, strict=True):
         if target.merge is not None and isinstance(target.item, PerRank):
             _compare(plan, target.key, target.item.value, value, options, f" (rank {rank})")
-    plan.mismatches.check(url, strict=options.strict)
+    plan.mismatches.check(url, strict=options.strict, elsewhere=True)
 
 
 def _compare(plan: LoadPlan, key: str, item: Any, saved: Any, options: LoadOptions, where: str) -> None:
