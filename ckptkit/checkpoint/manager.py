@@ -376,7 +376,7 @@ class CheckpointManager:
     @property
     def resumed_from(self) -> str | None:
         """The name of the run's checkpoint that this job was resumed from. Rotation does not delete it."""
-        return self._loader.resumed_from
+        return self._loader.resumed.get(self._root.url)
 
     def load(
         self,
@@ -456,7 +456,7 @@ class CheckpointManager:
 
         def delete() -> None:
             found = resolve(self._root, str(_which(which)))
-            if found.name == self._loader.resumed_from:
+            if found.name == self.resumed_from:
                 raise UsageError(f"{self.url}/{found.name} is not deleted: this run was resumed from it.")
             if not delete_any(self._root, found.name, reason="asked for"):
                 raise UsageError(f"{self.url}/{found.name} is not deleted: it is pinned.")
@@ -524,7 +524,7 @@ class CheckpointManager:
             overwrite=overwrite,
             given_up=frozenset(self._loader.given_up),
             set_aside=self._loader.looked,
-            resumed_from=self._loader.resumed_from,
+            resumed_from=self._loader.resumed.get(self._root.url),
         )
 
     def _stage(self, prepared: Prepared) -> None:
@@ -615,7 +615,7 @@ class CheckpointManager:
             seen = self._saver.seen
             if self.retention is None:
                 return (), len((seen or list_checkpoints(self._root)).committed), 0
-            resumed_from = self._loader.resumed_from
+            resumed_from = self._loader.resumed.get(self._root.url)
             protected = {resumed_from: "the run was resumed from it"} if resumed_from else {}
             done = rotate(self._root, self.retention, protected=protected, among=self.rotates, seen=seen)
             self._hold.remember(done.left, among=self.rotates)

@@ -73,8 +73,7 @@ def load_checkpoint(
 
     from ckptkit.formats.dcp.digests import check_slices
 
-    clock = PhaseClock()
-    rank, world_size = coordinator.rank, coordinator.world_size
+    clock, rank, world_size = PhaseClock(), coordinator.rank, coordinator.world_size
     with clock.phase("plan"):
         # no_grad makes a DTensor's `to_local` twice as fast, because autograd does not record it.
         with _RankPart() as planned, _pinned(ready, sure=not options.atomic), torch.no_grad():
@@ -87,7 +86,8 @@ def load_checkpoint(
             if reading.first is not None:
                 reading.first.run()
                 decoded = decode()
-                check_merged(plan, decoded.objects, options, rank, store.url)
+                if reading.merges:
+                    check_merged(plan, decoded.objects, options, rank, store.url)
             checks = reading.filler.unchecked() if options.verify and options.verify != "read" else []
             # Whether ranks that need the same data each read a share of it and send that share to the others.
             shared = options.replicas == "broadcast" or (options.replicas == "auto" and store.asking_costs)

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from ckptkit.catalog.entry import Catalog
 from ckptkit.checkpoint.load.checkpoint import load_checkpoint
@@ -31,7 +31,6 @@ from ckptkit.storage.retry import patient
 from ckptkit.storage.store import Store
 
 _log = logging.getLogger(__name__)
-_resumed: dict[str, str] = {}  # by root: the checkpoint that this job was resumed from, also by a closed manager
 
 
 @dataclass(eq=False)
@@ -41,6 +40,7 @@ class Loader:
     Attributes:
         looked: Whether a load has already searched for the latest checkpoint and reported the directories that it
             skipped.
+        resumed: By root: the checkpoint of the run that this job was resumed from, also by a closed manager.
     """
 
     url: str  # the root, as the user passed it
@@ -54,10 +54,7 @@ class Loader:
     given_up: set[str] = field(default_factory=set)  # damaged checkpoints; a load fell back to an earlier one
     looked: bool = False
 
-    @property
-    def resumed_from(self) -> str | None:
-        """The name of the last checkpoint that this job loaded from the run itself."""
-        return _resumed.get(self.root.url)
+    resumed: ClassVar[dict[str, str]] = {}
 
     @patient()
     def load(self, state: TrainState, which: str | int, options: LoadOptions, *, fallback: str) -> LoadReport | None:
@@ -105,7 +102,7 @@ class Loader:
                 damaged.append(name)
                 notes.append(text.partition("\n")[0])
             else:
-                _resumed[self.root.url] = name
+                self.resumed[self.root.url] = name
                 self.given_up.update(damaged)
                 self.looked |= which == "latest"
                 report.metrics, report.client_state = dict(record.metrics), record.client_state
@@ -114,7 +111,7 @@ class Loader:
         if first is not None:
             raise type(first)(f"{first}\nThere is no older checkpoint to fall back to.") from first
         self.looked |= which == "latest"
-        _resumed.pop(self.root.url, None)
+        self.resumed.pop(self.root.url, None)
         other = self.coordinator.decide(partial(self._begin, state, options), "beginning a run")
         return self._restore(other, None, state, options) if other else None
 

@@ -40,6 +40,7 @@ class Reading:
             changed. None if `filler` reads these tensors, too.
         filler: Reads all other tensors.
         states: For each optimizer in the plan, the states that it has after the load, by FQN and state name.
+        merges: Whether the states of several ranks are merged.
         refs: The tensors that objects refer to, by key.
         held: Size of the second copy in bytes.
     """
@@ -54,8 +55,8 @@ class Reading:
         # On an object store, read the tensors in objects with the rest, which saves a round trip. With several ranks,
         # read them first: if ranks share reads, a rank gets other ranks' data only after its own reads. A function that
         # merges the states of several ranks may refuse them, so it must run before anything is changed.
-        merges = any(target.merge is not None for target in plan.objects)
-        apart = not store.asking_costs or world_size > 1 or merges
+        self.merges = any(target.merge is not None for target in plan.objects)
+        apart = not store.asking_costs or world_size > 1 or self.merges
         self.first = Filler(store) if apart else None
         self.held = 0
         self._atomic = options.atomic
