@@ -1,7 +1,5 @@
 """Fixtures for all tests: a reused pool of ranks, and the checkpoints of the zoo."""
 
-from __future__ import annotations
-
 import gc
 import logging
 import os

@@ -1,7 +1,5 @@
 """The values of tensors that may be sharded."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch.distributed.tensor import DTensor

@@ -3,8 +3,6 @@
 For `make test-floor`.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

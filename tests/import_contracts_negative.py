@@ -1,7 +1,5 @@
 """The negative control of the import contracts: a copy of the package with a forbidden import must be refused."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Modules that take seconds to import: imported only where a test needs them, and what a program imports."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from typing import Any

@@ -1,7 +1,5 @@
 """Releases leases that a test left open."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import MutableMapping
 from typing import Any

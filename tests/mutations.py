@@ -7,8 +7,6 @@ Each mistake is a small edit of commit, retention, load, copying or digests. The
 changed: then update the table.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Functions that a test puts in place of others: they act, look or fail, and then call the original."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable

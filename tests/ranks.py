@@ -7,8 +7,6 @@ importable (a module-level function); its result is pickled, so return numpy arr
 runs a script in a separate process without a process group.
 """
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import faulthandler

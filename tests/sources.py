@@ -1,7 +1,5 @@
 """The package's modules, parsed once for all tests that look into them: parsing takes seconds."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import gc

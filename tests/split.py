@@ -8,8 +8,6 @@ day, the others at night. 0 makes the whole test nightly; tests/README.md then l
 path applies. `LONG` lists the files that start first.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable
 from typing import Protocol, TypeVar

@@ -1,7 +1,5 @@
 """Wrong arguments in Python raise in the call that got them, with what was found and expected."""
 
-from __future__ import annotations
-
 import datetime
 import signal
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Digests: their values, and that another algorithm needs changes in one module only."""
 
-from __future__ import annotations
-
 import zlib
 
 import pytest

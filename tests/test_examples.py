@@ -1,7 +1,5 @@
 """Every example runs unchanged. `make demo` runs the main one, examples/train_and_export.py."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

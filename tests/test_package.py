@@ -1,7 +1,5 @@
 """The package as a whole: the cost of importing it, and its public names."""
 
-from __future__ import annotations
-
 import signal
 import sys
 

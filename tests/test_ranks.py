@@ -1,7 +1,5 @@
 """The pool of ranks gives each task the state of a fresh process."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """The table of daily and nightly tests is consistent, and rules that only the night checks are listed."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Sizes and durations as people write them."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

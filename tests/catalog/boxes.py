@@ -1,7 +1,5 @@
 """Hypothesis strategies for shapes, boxes, and partitions of a tensor into boxes."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Carries out plans with numpy on whole arrays: the reference for every plan."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Boxes against numpy: their elements, contiguity, tiles and flat ranges."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Casts in numpy compared with torch's, over every 16-bit pattern and the difficult 32-bit ones."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

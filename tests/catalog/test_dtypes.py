@@ -1,7 +1,5 @@
 """Dtype names and sizes agree with torch, and casts touch plain floats only."""
 
-from __future__ import annotations
-
 import pytest
 
 from ckptkit.catalog.dtypes import DTYPES, dtype, from_safetensors

@@ -1,7 +1,5 @@
 """Row cuts: found for exactly the tensors that are sharded by consecutive rows; all others get the full check."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Finding the pieces of a box in the slices of a tensor."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

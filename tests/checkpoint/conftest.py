@@ -1,7 +1,5 @@
 """Fixtures for the tests of checkpoints."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Count the file operations of a process, and kill the process or fail an operation at the Nth."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

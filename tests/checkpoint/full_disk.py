@@ -3,8 +3,6 @@
 Used by `test_manager_faults.py` (a selection) and `benchmarks.faults.disk_full` (all cases).
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

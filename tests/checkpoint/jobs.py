@@ -1,7 +1,5 @@
 """Small training jobs whose values are all compared: model, masters, moments, scheduler, data, random numbers."""
 
-from __future__ import annotations
-
 import logging
 import random
 import warnings

@@ -1,7 +1,5 @@
 """A small run for tests: states known by step, saved, listed and compared byte by byte."""
 
-from __future__ import annotations
-
 import os
 import select
 import signal

@@ -1,7 +1,5 @@
 """Small training states: made, saved, loaded, and compared bit by bit."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import os

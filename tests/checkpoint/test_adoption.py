@@ -1,7 +1,5 @@
 """A manager on another system's directory resumes from it, and then saves its own checkpoints there."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from pathlib import Path

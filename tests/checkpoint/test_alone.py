@@ -1,7 +1,5 @@
 """If one rank fails in code that runs before the ranks communicate, all ranks fail at once."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import threading

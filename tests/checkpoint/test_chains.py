@@ -3,8 +3,6 @@
 Each seed draws models, optimizers, wrappers, ranks, a type of checkpoint, offline commands and options of the load.
 """
 
-from __future__ import annotations
-
 import copy
 import hashlib
 from dataclasses import dataclass

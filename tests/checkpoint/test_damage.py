@@ -1,7 +1,5 @@
 """Damage of every kind in every file: `verify` finds it, and no load accepts it."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import random

@@ -3,8 +3,6 @@
 `python -m tests.checkpoint.test_earlier DIRECTORY` writes such checkpoints with the current code.
 """
 
-from __future__ import annotations
-
 import shutil
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A new run starts only in an empty root: anything that may be a lost run is an error."""
 
-from __future__ import annotations
-
 import errno
 import logging
 import os

@@ -1,7 +1,5 @@
 """The memory and the reads of loads, and the state after a failed load: unchanged, or marked as half loaded."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Malformed objects whose digests match: one named error, and nothing changes."""
 
-from __future__ import annotations
-
 import functools
 import operator
 import random

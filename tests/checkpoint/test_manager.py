@@ -1,7 +1,5 @@
 """The manager as a run uses it: saving, keeping and loading."""
 
-from __future__ import annotations
-
 import logging
 import math
 import os

@@ -3,8 +3,6 @@
 `benchmarks.faults.manager` kills at every operation of one rank and of all ranks.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import random

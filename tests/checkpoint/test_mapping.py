@@ -1,7 +1,5 @@
 """Opened checkpoints: reading one value reads only its bytes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -4,8 +4,6 @@ Each seed draws meshes, types of checkpoints, precision, options of loads, saves
 and offline commands. The values of a step depend only on its number, so they are known without the checkpoint.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Saved under FSDP x TP x EP x PP, loaded under any other mesh: weights and moments are bit-equal."""
 
-from __future__ import annotations
-
 import logging
 import warnings
 from typing import Any

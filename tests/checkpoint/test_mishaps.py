@@ -1,7 +1,5 @@
 """Disturbances of a running job by people and machines: it continues or raises, and no finished save is lost."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import math

@@ -1,7 +1,5 @@
 """A manager never starts a run over next to something that may be an older run's checkpoint, nor refuses a new run."""
 
-from __future__ import annotations
-
 import json
 import logging
 import shutil

@@ -1,7 +1,5 @@
 """The protocol on an object store: private keys, one record written last, no renames."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Iterable, Iterator

@@ -1,7 +1,5 @@
 """Every optimizer resumes bit-exactly in every checkpoint type on every number of ranks, or is refused by name."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import types

@@ -1,7 +1,5 @@
 """The order of writes, fsyncs, renames and deletions in a trace of real calls: it survives a power cut."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 On other numbers of ranks they are resharded if blocks allow it, otherwise refused.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import warnings

@@ -1,7 +1,5 @@
 """A resumed run equals an uninterrupted one."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What rotation keeps and deletes, and why: a pure function of the records."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import logging

@@ -1,7 +1,5 @@
 """Mismatches are found before anything changes, and skipped parts are reported."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import gc

@@ -1,7 +1,5 @@
 """Saved and loaded on different numbers of ranks: weights, moments and masters are bitwise equal."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Runs commands as a shell does."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

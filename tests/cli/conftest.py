@@ -1,7 +1,5 @@
 """A run that the commands read, fresh for each test."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The commands as in a shell: output, exit codes and JSON, and that they say what is so."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import signal

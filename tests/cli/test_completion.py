@@ -1,7 +1,5 @@
 """Completion in real shells, with the scripts that docs/getting-started.md names."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Commands on a run with damaged checkpoints: each says what is damaged and which checkpoint to try next."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from pathlib import Path

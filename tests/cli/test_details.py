@@ -1,7 +1,5 @@
 """Details of the commands: help, names, hints, progress, interrupts, colours, logging, narrow terminals."""
 
-from __future__ import annotations
-
 import dataclasses
 import io
 import json

@@ -1,7 +1,5 @@
 """Every command line in a message works when it is pasted, also for paths with spaces."""
 
-from __future__ import annotations
-
 import itertools
 import re
 import shlex

@@ -1,7 +1,5 @@
 """What a tired person types: each error says what to do next, and no mistake changes anything."""
 
-from __future__ import annotations
-
 import shlex
 import shutil
 

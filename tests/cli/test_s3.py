@@ -1,7 +1,5 @@
 """On S3 `inspect` reads only metadata, counted in bytes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """On a real terminal: progress bars, and Ctrl-C from the keyboard, once and three times."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import pty

@@ -1,7 +1,5 @@
 """Tests for every Store; each implementation runs them by subclassing."""
 
-from __future__ import annotations
-
 import pytest
 
 from ckptkit.errors import IncompleteCheckpointError, UnsafePathError

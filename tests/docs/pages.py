@@ -1,7 +1,5 @@
 """The pages of the repository and their code blocks."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The directory in which the commands of the docs run: a small RUN, a BASE model, runs of other systems."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any, NamedTuple

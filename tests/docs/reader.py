@@ -1,7 +1,5 @@
 """A reader of SHARDED, FULL and LOCAL checkpoints, written from docs/format.md with the standard library and numpy."""
 
-from __future__ import annotations
-
 import base64
 import json
 import struct

@@ -1,7 +1,5 @@
 """Every code block of README.md and docs/ runs, and prints what the page shows."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

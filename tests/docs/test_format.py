@@ -1,7 +1,5 @@
 """docs/format.md is sufficient: a reader written from it alone restores, bit for bit, what ranks have saved."""
 
-from __future__ import annotations
-
 import ast
 import sys
 from pathlib import Path

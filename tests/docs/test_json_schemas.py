@@ -1,7 +1,5 @@
 """docs/json.md matches the output of the commands in fields and types."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

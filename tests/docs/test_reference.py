@@ -1,7 +1,5 @@
 """Every public name is in the reference, with a docstring; examples and pages import only public names."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import inspect

@@ -1,7 +1,5 @@
 """The tables of the documents match the code: errors, tests, examples."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import pkgutil

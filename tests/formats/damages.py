@@ -1,7 +1,5 @@
 """Damages to a copy of a checkpoint, for tables of what must be refused."""
 
-from __future__ import annotations
-
 import io
 import shutil
 import zipfile

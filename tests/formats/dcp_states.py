@@ -1,7 +1,5 @@
 """Training states for the tests of DCP, equal on every rank: saved, loaded, and compared byte for byte."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

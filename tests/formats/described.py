@@ -1,7 +1,5 @@
 """Converts the result of an unpickler to plain values that can be compared."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

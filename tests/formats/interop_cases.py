@@ -1,7 +1,5 @@
 """Values that a training state may hold, with a factory each: every dtype, kind of tensor, and plain Python type."""
 
-from __future__ import annotations
-
 import argparse
 import collections
 import dataclasses

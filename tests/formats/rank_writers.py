@@ -1,7 +1,5 @@
 """Checkpoints written by real ranks: each function runs on every rank of the pool and returns the whole tensors."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 from typing import Any

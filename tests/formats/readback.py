@@ -3,8 +3,6 @@
 Independent of the copying engine: slices, strides, codecs and digests directly from the rows of the catalog.
 """
 
-from __future__ import annotations
-
 import hashlib
 import zlib
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Digests of a source whose pieces come from several threads."""
 
-from __future__ import annotations
-
 import itertools
 import threading
 import zlib

@@ -1,7 +1,5 @@
 """`DCPWriter` and tensors with hidden values: exact, or refused by name, with any planner."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp

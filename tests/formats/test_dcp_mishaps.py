@@ -1,7 +1,5 @@
 """Failures of `dcp.save` and `dcp.load` with our writer and reader: no incomplete checkpoint is left."""
 
-from __future__ import annotations
-
 import datetime
 import os
 import resource

@@ -1,7 +1,5 @@
 """`dcp.save` and `dcp.load` with a real S3 server."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

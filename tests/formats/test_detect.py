@@ -1,7 +1,5 @@
 """What is opened for a URL: a file, a directory, the newest of many steps, or an error that lists what was found."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The root of a ckptkit run stands for its newest committed checkpoint, whatever else is in the run."""
 
-from __future__ import annotations
-
 import shutil
 import threading
 

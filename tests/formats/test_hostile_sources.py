@@ -1,7 +1,5 @@
 """Names and values that try to exhaust memory or crash a reader: each gives a ckptkit error at once."""
 
-from __future__ import annotations
-
 import contextlib
 
 import pytest

@@ -1,7 +1,5 @@
 """Plain torch.distributed.checkpoint and our reader and writer load each other's checkpoints to the bit."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

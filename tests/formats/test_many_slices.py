@@ -1,7 +1,5 @@
 """The description of a checkpoint needs little memory, for any number of slices."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Checkpoints that real ranks write during the test: rank files, mixed directories, uneven, HSDP, tensor parallel."""
 
-from __future__ import annotations
-
 import shutil
 
 import pytest

@@ -1,7 +1,5 @@
 """Rules of the readers: the prefix of a module, the owner of an index, the position of a flat element."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Files of torch.save become catalogs: weights are found below any wrapper, optimizer states are named."""
 
-from __future__ import annotations
-
 import collections
 import io
 import json

@@ -1,7 +1,5 @@
 """Finds the parts of a training state that another program saved, without torch."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Every checkpoint of the zoo, opened as by a user: the weights bit for bit, or a refusal that names the fault."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Small models, and training loops to compare sharded runs with."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Saved with one strategy and state-dict type, loaded with another: the values are equal."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

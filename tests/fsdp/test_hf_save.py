@@ -1,7 +1,5 @@
 """`save_hf` writes what `from_pretrained` of PEFT and transformers reads, or refuses by name before it writes."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable

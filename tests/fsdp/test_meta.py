@@ -1,7 +1,5 @@
 """A model built on the meta device gets correct values, or an error names the tensors without values."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """A sharded run computes the same values as a single process."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

@@ -1,7 +1,5 @@
 """FSDPStrategy: its methods, alone and in combination."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import functools

@@ -1,7 +1,5 @@
 """shard(): the sharded model, and refusals before anything changes."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

@@ -4,8 +4,6 @@ Prints each finding with the seed that reproduces it, and at the end the number 
 was a finding. `--seed N --count 1` runs one input again and shows where it failed.
 """
 
-from __future__ import annotations
-
 import argparse
 import random
 import sys

@@ -1,8 +1,6 @@
 """Fuzzers of other systems' files: safetensors with the official parser as a reference, indexes, configs, rank files,
 key maps and layouts."""
 
-from __future__ import annotations
-
 import io
 import json
 import random

@@ -1,7 +1,5 @@
 """Small seeded damages to bytes: bit rot, truncated copies, and hostile edits."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import io

@@ -3,8 +3,6 @@
 In half of the inputs, sizes and digests match the changed content; otherwise the digests would refuse everything.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import random

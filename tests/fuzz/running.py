@@ -1,7 +1,5 @@
 """Runs one damaged input in an empty directory, with limits on CPU time and memory."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import random

@@ -1,7 +1,5 @@
 """A few fixed inputs of each fuzzer; `python -m tests.fuzz` runs more."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 

@@ -4,8 +4,6 @@ A finding is also a value that differs from that of torch's weights_only loader,
 every checksum matches.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import io

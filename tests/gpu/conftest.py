@@ -1,7 +1,5 @@
 """The tests of this folder run on the CPU with all others, and on a CUDA device in `make gpu`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """Tensors on a device are saved and loaded like tensors on the host."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

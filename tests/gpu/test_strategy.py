@@ -1,7 +1,5 @@
 """FSDPStrategy on one rank: over NCCL on a device, over gloo on the CPU."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

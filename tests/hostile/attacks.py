@@ -1,7 +1,5 @@
 """Attacks, and the good checkpoints that they change, if tests.hostile.sources does not make them."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -1,7 +1,5 @@
 """Checkpoints that are small on disk and ask for excessive memory or time."""
 
-from __future__ import annotations
-
 import io
 import json
 import pickle

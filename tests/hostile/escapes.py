@@ -1,7 +1,5 @@
 """Checkpoints whose names and links point outside, or to something other than a file."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

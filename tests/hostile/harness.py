@@ -1,7 +1,5 @@
 """Runs commands on one directory in a forked process, with limits on time, memory and the files that they touch."""
 
-from __future__ import annotations
-
 import json
 import os
 import resource

@@ -1,7 +1,5 @@
 """Checkpoints that carry code in every kind of file that a training system pickles."""
 
-from __future__ import annotations
-
 import base64
 import json
 import pickle

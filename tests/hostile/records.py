@@ -1,7 +1,5 @@
 """False content in our own files with matching sizes and digests."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Good checkpoints, written by the real libraries, from which hostile ones are made; each is also the control."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import itertools

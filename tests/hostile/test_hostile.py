@@ -1,8 +1,6 @@
 """Each hostile checkpoint in every command: no code runs, no other file is read or written, and the command ends soon
 with a message."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from pathlib import Path

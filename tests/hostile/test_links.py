@@ -1,7 +1,5 @@
 """Symbolic links in a run's directory: nothing is written, renamed or deleted through one that leads outside."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Hostile names from users and files: tags, steps, pointers, destinations, globs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Pages with untrusted names: an HTML parser finds only tags, attributes and scripts of our own."""
 
-from __future__ import annotations
-
 from html.parser import HTMLParser
 from pathlib import Path
 

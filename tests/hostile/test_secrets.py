@@ -1,7 +1,5 @@
 """No credential reaches a message, log, traceback, page, card, JSON or file, wherever it was given."""
 
-from __future__ import annotations
-
 import json
 import logging
 from pathlib import Path

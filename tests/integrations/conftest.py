@@ -1,7 +1,5 @@
 """Separate ranks for these tests, and the places to which runs are saved."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Short runs of a real Lightning Trainer on CPU ranks: a model, its data, and what tests compare of a run."""
 
-from __future__ import annotations
-
 import logging
 import warnings
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Without any framework installed, each integration and protocol names the extra that provides it."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """A real Lightning Fabric on one and two CPU ranks, with the strategy by its registered name."""
 
-from __future__ import annotations
-
 import os
 import signal
 import warnings

@@ -1,7 +1,5 @@
 """A real transformers Trainer and a real Accelerator on two ranks, under DDP and FSDP2."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Pushing to a Hub repo, against a local server that speaks the Hub's upload protocol."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

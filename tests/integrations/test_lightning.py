@@ -1,7 +1,5 @@
 """A real Lightning Trainer on two CPU ranks with our strategy, callback and CheckpointIO, as user scripts run it."""
 
-from __future__ import annotations
-
 import os
 import warnings
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A Trainer that is stopped anywhere and resumed continues like one that was not stopped."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -1,7 +1,5 @@
 """The meaning of the arguments of NeMo's and Lightning's strategies; Lightning is not needed."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

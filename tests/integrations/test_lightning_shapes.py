@@ -1,7 +1,5 @@
 """Meshes, wrapping and storage under a real Lightning Trainer."""
 
-from __future__ import annotations
-
 import os
 import warnings
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Lightning's strategies replace and remove only checkpoints on a disk, and scatter whole tensors."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 from typing import Any

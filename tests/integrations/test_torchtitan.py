@@ -1,7 +1,5 @@
 """Our checkpointer follows the contract of torchtitan's trainer with its checkpointer."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import json

@@ -1,7 +1,5 @@
 """torchtitan's own Trainer on two ranks of the CPU with our checkpointer: killed, resumed, bit-equal."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

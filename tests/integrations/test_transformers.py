@@ -1,7 +1,5 @@
 """A real transformers Trainer on the CPU saves, stops, resumes and exports through `CheckpointCallback`."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -3,8 +3,6 @@
 `PYTHON_WITH_VLLM` names the Python of an environment that has vLLM for CPUs; `make test-vllm` makes one.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

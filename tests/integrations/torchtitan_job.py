@@ -10,8 +10,6 @@ no accelerator; as its own tests on the CPU do, this sets `device_type`, and an 
 calls that released torch does not have yet are translated.
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 import os

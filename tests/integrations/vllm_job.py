@@ -6,8 +6,6 @@ vLLM has FP8 kernels only for CPUs with AMX. On other CPUs, this job replaces th
 dequantized weights. The rest is vLLM's code: config, choice of layers, fused weights, loading, attention, sampling.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """Built-in key maps, compared with what transformers saves and with torchtitan's layout."""
 
-from __future__ import annotations
-
 import json
 import warnings
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Key-map files: their syntax, and errors that name the rule and the key."""
 
-from __future__ import annotations
-
 import json
 import sys
 

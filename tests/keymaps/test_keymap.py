@@ -1,7 +1,5 @@
 """Key maps: every operation equals numpy, uses each element once, and can be inverted."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

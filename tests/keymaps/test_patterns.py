@@ -1,7 +1,5 @@
 """Patterns over tensor names: templates, and untrusted regular expressions."""
 
-from __future__ import annotations
-
 import pytest
 
 from ckptkit.errors import UsageError

@@ -1,7 +1,5 @@
 """A source that a test may change, and copies in short steps."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

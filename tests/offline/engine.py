@@ -1,7 +1,5 @@
 """Handmade checkpoints for the engine: slices in files of a folder, with digests, and their values."""
 
-from __future__ import annotations
-
 import math
 import zlib
 from collections.abc import Mapping, Sequence

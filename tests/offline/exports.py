@@ -1,7 +1,5 @@
 """Hugging Face models: written, converted, planned in memory, and compared bit by bit."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path

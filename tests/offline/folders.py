@@ -1,7 +1,5 @@
 """Folders that commands read and write: their bytes, their names, a damaged bit, and refusals that change nothing."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The work of ranks in the reshard tests: save a job, and load it elsewhere."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Commands that are killed after some steps and run again."""
 
-from __future__ import annotations
-
 import itertools
 import signal
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Whatever a run saves, and however often it is resharded and converted, an export has the values of the live model."""
 
-from __future__ import annotations
-
 import copy
 import json
 from random import Random

@@ -1,7 +1,5 @@
 """convert, end to end: every source of the zoo, every target, and the files after a failure."""
 
-from __future__ import annotations
-
 import json
 import socket
 import subprocess

@@ -1,7 +1,5 @@
 """copy: byte for byte, completely or not at all, for every format; runs in their order, with pins."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

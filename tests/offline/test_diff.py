@@ -1,7 +1,5 @@
 """The numbers of a difference, for every kind of dtype, in bounded memory."""
 
-from __future__ import annotations
-
 import math
 import os
 import random

@@ -1,7 +1,5 @@
 """A dry run refuses what the real run would refuse, and writes nothing."""
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Leftovers of an aborted save or an interrupted copy are never called ok."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

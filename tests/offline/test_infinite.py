@@ -1,7 +1,5 @@
 """Numbers beyond the range of a dtype become infinite, as in torch; every command that casts counts and names them."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 from typing import Any

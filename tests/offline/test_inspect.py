@@ -1,7 +1,5 @@
 """inspect: every format of the zoo, metadata only, shards and shared bytes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """convert, reshard and prune killed at any file operation: the source is unchanged, the result complete or absent."""
 
-from __future__ import annotations
-
 import os
 import random
 import shutil

@@ -1,7 +1,5 @@
 """ls and prune on a run with entries of every kind: committed, pinned, dead, damaged, foreign."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from functools import partial

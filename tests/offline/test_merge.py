@@ -1,7 +1,5 @@
 """merge: the bits of the sums, the choice of checkpoints, and refusals."""
 
-from __future__ import annotations
-
 import functools
 import json
 import shutil

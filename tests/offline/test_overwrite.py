@@ -1,7 +1,5 @@
 """`--overwrite` replaces one recognized checkpoint or export, and nothing else."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

@@ -1,7 +1,5 @@
 """The pages: in a real browser, without network, for any names and sizes, and printed."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """--verify: the proof for each tensor, what it reads, the damage that it finds; fingerprints of any sharding."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A command pins what it reads against rotation; where it cannot pin, it lists again, and finds what was replaced."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Reshard: a checkpoint of one mesh loads, bit for bit, on any other."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from pathlib import Path

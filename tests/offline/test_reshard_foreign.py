@@ -1,7 +1,5 @@
 """A run of another system resumes under FSDP2, bit for bit; a reshard of a foreign DCP is a DCP with the same state."""
 
-from __future__ import annotations
-
 import os
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Reshards planned without data: very large world sizes, with proved coverage."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import numpy as np

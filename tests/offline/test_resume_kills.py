@@ -1,7 +1,5 @@
 """Killed at any point and run again: the same bytes, no leftovers. `benchmarks/faults/resumed.py` runs many more."""
 
-from __future__ import annotations
-
 import os
 import random
 import shutil

@@ -1,7 +1,5 @@
 """A job of several ranks that was killed or lost a rank is continued by any number of ranks."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The command that serves an export is printed only if vLLM can serve the export."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Configs and other small files beside the weights survive every command, also with several models or adapters."""
 
-from __future__ import annotations
-
 import json
 import uuid
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Tensors that only their own class can read (quantized, sparse, subclasses): no command calls them damaged, calls
 them equal without comparing, or omits them silently."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """verify: what it proves, what it finds, and what it reports as not proved."""
 
-from __future__ import annotations
-
 import errno
 import os
 import zipfile

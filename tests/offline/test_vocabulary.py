@@ -1,7 +1,5 @@
 """--vocab-size: another number of rows in embedding and head, in exports and, with optimizer states, in reshards."""
 
-from __future__ import annotations
-
 import functools
 import json
 import os

@@ -1,7 +1,5 @@
 """Places on real servers for these tests, and a proxy that counts requests and fails them."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`copy` to and from an object store: identical bytes both ways, interrupted or not."""
 
-from __future__ import annotations
-
 import itertools
 import signal
 from pathlib import Path

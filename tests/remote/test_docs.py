@@ -1,7 +1,5 @@
 """The code blocks of docs/remote.md run, in their order, against a server."""
 
-from __future__ import annotations
-
 import shlex
 
 from tests.docs.pages import BLOCK, text_of

@@ -1,7 +1,5 @@
 """s3:// does what a path does: saves, rotation, resuming at another world size, and every command."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """A server that ignores If-None-Match for some writes: what is still safe."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """`--overwrite` on an object store: the old export stays until the new one is complete; nothing else is replaced."""
 
-from __future__ import annotations
-
 import itertools
 import shutil
 import signal

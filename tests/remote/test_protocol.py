@@ -1,7 +1,5 @@
 """The commit protocol on S3: one of two writers wins, and a kill at any moment publishes nothing incomplete."""
 
-from __future__ import annotations
-
 import random
 import time
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Refusals: their messages, what works without the permission, and that none looks like an empty run."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

@@ -1,7 +1,5 @@
 """A killed conversion to an object store continues with the finished objects, and with nothing else."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import shutil

@@ -1,7 +1,5 @@
 """The life of a run on each server, with faults of the server; sources on the Hub."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

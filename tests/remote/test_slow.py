@@ -1,7 +1,5 @@
 """A server that is slow or loses data: identical bytes in the end, or one error."""
 
-from __future__ import annotations
-
 import asyncio
 import http.client
 import json

@@ -1,7 +1,5 @@
 """Each request of each operation fails once; servers restart, lack features of S3, and send wrong bytes."""
 
-from __future__ import annotations
-
 import logging
 import re
 import threading

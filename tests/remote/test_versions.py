@@ -1,7 +1,5 @@
 """Versioned buckets, unusable tags, foreign objects: what a run sees, and what it does not touch."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """One S3 server and one GCS server for all these tests, and a proxy that counts requests and fails them."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from typing import Any

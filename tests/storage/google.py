@@ -1,7 +1,5 @@
 """Upload sessions as Google documents them, in front of a server that appends everything it receives."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """The repository me/model of a Hub on loopback: read through `hf://`, and written by the Hub's upload protocol."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

@@ -1,8 +1,6 @@
 """Real object stores on loopback, started by the tests: moto and rclone speak S3, fake-gcs-server GCS,
 azurite Azure."""
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import itertools

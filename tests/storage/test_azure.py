@@ -1,7 +1,5 @@
 """Azure Blob Storage, on Azurite: needs adlfs and `npm install -g azurite`."""
 
-from __future__ import annotations
-
 import uuid
 from collections.abc import Iterator, Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Many ranges become few reads: of exactly these ranges, or of blocks that hold small ones."""
 
-from __future__ import annotations
-
 import random
 import threading
 from concurrent.futures import ThreadPoolExecutor

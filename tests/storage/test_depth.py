@@ -1,7 +1,5 @@
 """A put passes few of our functions before the request: docs/internals/ways.md lists them."""
 
-from __future__ import annotations
-
 import re
 import sys
 import traceback

@@ -1,7 +1,5 @@
 """Google's answers, and the number of requests, on a real server behind a proxy that counts and fails."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -1,7 +1,5 @@
 """A snapshot shows what the store shows, for one request; small files are downloaded once per content."""
 
-from __future__ import annotations
-
 import pytest
 
 from ckptkit.storage import objects

@@ -1,7 +1,5 @@
 """Promises of the local store beyond tests/conformance/store_tests.py."""
 
-from __future__ import annotations
-
 import errno
 import os
 import re

@@ -1,7 +1,5 @@
 """One writer for a run: who holds the lease, and who may take it over, whatever the clocks show."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 import json

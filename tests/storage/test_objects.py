@@ -1,7 +1,5 @@
 """The remote store on real servers: S3 twice (moto, rclone) and GCS."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

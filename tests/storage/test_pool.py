@@ -1,7 +1,5 @@
 """Waiting for the threads of a pool."""
 
-from __future__ import annotations
-
 import signal
 import threading
 import time

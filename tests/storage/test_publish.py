@@ -1,7 +1,5 @@
 """`stage` publishes a directory completely and durably, or not at all."""
 
-from __future__ import annotations
-
 import errno
 import itertools
 import json

@@ -1,7 +1,5 @@
 """A store behind a failing network: identical bytes in the end, or one clear error and nothing half-published."""
 
-from __future__ import annotations
-
 import errno
 import gc
 import itertools

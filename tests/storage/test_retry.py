@@ -1,7 +1,5 @@
 """How long an unreachable store is retried, what is logged meanwhile, and what ends it early."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

@@ -1,7 +1,5 @@
 """HTTPS, sessions and signatures: over plain HTTP a body's SHA-256 is signed, except to a server on this machine."""
 
-from __future__ import annotations
-
 import base64
 import datetime
 import hashlib

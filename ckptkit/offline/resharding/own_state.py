@@ -28,7 +28,7 @@ from ckptkit.formats.dcp.class_records import recipes_of, renamed_recipes
 from ckptkit.formats.dcp.records import frame_object
 from ckptkit.formats.dcp.subclasses import SUBCLASSES
 from ckptkit.formats.models import prefix_of_optimizer
-from ckptkit.formats.own.reader import OBJECTS_NAME, role_of
+from ckptkit.formats.own.reader import OBJECTS_NAME
 from ckptkit.formats.pickles.objects import TensorValue, decode_record, read_object
 from ckptkit.formats.pickles.zip import Archive, memory_store
 from ckptkit.formats.sources import read_box
@@ -191,8 +191,7 @@ def own_state(store: Store, catalog: Catalog, *, step: int, sharded: bool) -> Ow
     """Return the contents of a ckptkit checkpoint made from a source. Reads the source's objects, but no tensors.
 
     Args:
-        sharded: Whether the result is a DCP checkpoint, which stores tied weights under each of their names. FULL and
-            LOCAL checkpoints store tied weights once.
+        sharded: Whether the result is a DCP checkpoint.
     """
     is_foreign = _is_foreign_dcp(catalog)
     as_it_is = sharded and is_foreign and not recipes_of(catalog)
@@ -215,7 +214,7 @@ def own_state(store: Store, catalog: Catalog, *, step: int, sharded: bool) -> Ow
         )
         return found
     if catalog.info.format.startswith("ckptkit-") and not is_foreign:
-        return _of_ours(store, catalog, untie=sharded)
+        return _of_ours(store, catalog, sharded=sharded)
     return _of_others(store, catalog, step)
 
 
@@ -253,21 +252,12 @@ def _record(store: Store, item: ObjectEntry) -> bytes:
 # --- ckptkit's checkpoints
 
 
-def _of_ours(store: Store, catalog: Catalog, *, untie: bool) -> OwnState:
+def _of_ours(store: Store, catalog: Catalog, *, sharded: bool) -> OwnState:
     found = OwnState()
     for name, entry in catalog.tensors.items():
         found.tensors.append(_copy(entry, name, entry.role, entry.fqn, entry.state, entry.key))
-    aliases = catalog.info.extra.get("aliases")
-    if untie and isinstance(aliases, Mapping):
-        for section, table in aliases.items():
-            for alias, holder in table.items():
-                source = catalog.tensors.get(f"{section}.{holder}")
-                name = f"{section}.{alias}"
-                if source is not None and name not in catalog.tensors:
-                    role, fqn, state = role_of(name)
-                    found.tensors.append(_copy(source, name, role, fqn, state, ()))
     found.trees = {name: entry.value for name, entry in catalog.objects.items() if entry.encoding == "value"}
-    if untie:
+    if sharded:
         kept = [entry for entry in catalog.objects.values() if entry.encoding == "torch_save"]
         found.records = [(entry, _record(store, entry)) for entry in kept]
     return found

@@ -1,7 +1,5 @@
 """`manager.load(state, URL)` resumes from checkpoints that other systems wrote."""
 
-from __future__ import annotations
-
 import random
 import shutil
 from collections.abc import Callable

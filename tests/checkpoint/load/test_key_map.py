@@ -1,7 +1,5 @@
 """Key maps at load: weights with other names and layouts are bit-equal in the live model."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`manager.load(state, URL)` resumes from checkpoints that a training script wrote with `dcp.save` or `torch.save`."""
 
-from __future__ import annotations
-
 import datetime
 import random
 from functools import partial

@@ -1,7 +1,5 @@
 """Tied weights and tensors that share memory: different saved values are refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Replicas on load: the same bytes are read once, by one rank each, and sent to the others."""
 
-from __future__ import annotations
-
 import os
 from datetime import timedelta
 from pathlib import Path

@@ -1,7 +1,5 @@
 """One attempt to save: what is published, what is refused, and the same outcome on all ranks."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

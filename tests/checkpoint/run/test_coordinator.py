@@ -1,7 +1,5 @@
 """All ranks raise the same error in bounded time, whichever rank fails."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

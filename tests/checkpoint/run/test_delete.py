@@ -1,7 +1,5 @@
 """Rotation deletes in an order that a kill cannot break, and never deletes foreign files."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import logging

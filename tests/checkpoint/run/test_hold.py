@@ -1,7 +1,5 @@
 """What a manager holds until it is closed: the lease of the run, and the pin of the checkpoint it resumed from."""
 
-from __future__ import annotations
-
 import errno
 import logging
 import os

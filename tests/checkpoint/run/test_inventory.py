@@ -1,7 +1,5 @@
 """What is listed as a checkpoint, what is skipped and why, and the names of checkpoints."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

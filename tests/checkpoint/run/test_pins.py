@@ -1,7 +1,5 @@
 """A reader's pin protects what it reads; a dead reader's pin expires; a user's pin stays."""
 
-from __future__ import annotations
-
 import json
 import os
 import threading

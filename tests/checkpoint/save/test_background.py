@@ -1,7 +1,5 @@
 """Background saves: the snapshot does not change, and no error is lost."""
 
-from __future__ import annotations
-
 import copy
 import json
 import os

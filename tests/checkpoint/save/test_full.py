@@ -1,7 +1,5 @@
 """FULL: whole tensors, gathered one at a time, which Hugging Face reads."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

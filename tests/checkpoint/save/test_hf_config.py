@@ -1,7 +1,5 @@
 """A checkpoint contains the config of a transformers model, also if the model is wrapped or divided into stages."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """LOCAL: the shards of each rank, saved without communication."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from pathlib import Path

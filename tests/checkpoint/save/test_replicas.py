@@ -1,7 +1,5 @@
 """Plain tensors that differ between ranks: none is lost, and none is mixed."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 import re

@@ -1,7 +1,5 @@
 """A manager of some of the ranks, whose meshes name ranks by their numbers in the whole job."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

@@ -1,7 +1,5 @@
 """Optimizer states of unusual types come back with their types, or are refused by name."""
 
-from __future__ import annotations
-
 import collections
 import functools
 from collections import OrderedDict, defaultdict

@@ -3,8 +3,6 @@
 It does so on an accelerator. Here, a function takes its place that returns marked tensors on the CPU.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

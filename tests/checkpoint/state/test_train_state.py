@@ -1,7 +1,5 @@
 """What a capture of the training state contains, and that capturing changes nothing."""
 
-from __future__ import annotations
-
 import inspect
 
 import pytest

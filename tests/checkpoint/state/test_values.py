@@ -1,7 +1,5 @@
 """Training state as strict JSON and tensors, and back."""
 
-from __future__ import annotations
-
 import base64
 import collections
 import enum

@@ -1,7 +1,5 @@
 """Optimizer states that are views of one memory are restored as such, or the report names them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The names and roles of DCP checkpoints; damaged and hostile ones are refused by file."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import resource

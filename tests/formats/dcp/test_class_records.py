@@ -1,7 +1,5 @@
 """Shards of torchao's optimizer states in checkpoints of torch's `dcp.save`: read without the class, or refused."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Any region of any slice, in any file order, is read element for element."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import tempfile

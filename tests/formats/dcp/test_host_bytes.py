@@ -1,7 +1,5 @@
 """The bytes of tensors with other memory orders: copied in tiles, not as a whole."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

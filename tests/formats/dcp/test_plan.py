@@ -1,7 +1,5 @@
 """What a rank plans to write: names, keys that only some ranks have, and memory that matches its placement."""
 
-from __future__ import annotations
-
 import pickle
 
 import pytest

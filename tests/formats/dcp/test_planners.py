@@ -1,7 +1,5 @@
 """`DCPSavePlanner` and `DCPLoadPlanner` in `dcp.save` and `dcp.load`: with our writer and reader, and with torch's."""
 
-from __future__ import annotations
-
 import gc
 import pickle
 import re

@@ -1,7 +1,5 @@
 """Records and `.metadata` written without torch equal those that torch writes and reads."""
 
-from __future__ import annotations
-
 import io
 import pickle
 import zipfile

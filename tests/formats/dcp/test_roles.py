@@ -1,7 +1,5 @@
 """The planner's paths tell weights, masters, optimizer states and other tensors apart, and where the wrapper ends."""
 
-from __future__ import annotations
-
 import pytest
 
 from ckptkit.catalog.entry import Role

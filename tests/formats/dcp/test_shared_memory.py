@@ -1,7 +1,5 @@
 """`dcp.load` into models that tie weights which are separate in the checkpoint."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

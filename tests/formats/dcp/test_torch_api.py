@@ -1,7 +1,5 @@
 """`DCPWriter` and `DCPReader` against torch's own, in both directions, on real ranks."""
 
-from __future__ import annotations
-
 import pickle
 import struct
 from pathlib import Path

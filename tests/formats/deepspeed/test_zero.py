@@ -1,7 +1,5 @@
 """DeepSpeed checkpoints, written by DeepSpeed 0.19.8 on the CPU, with its own in-memory values as the reference."""
 
-from __future__ import annotations
-
 import pickle
 import shutil
 import struct

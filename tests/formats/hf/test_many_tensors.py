@@ -1,7 +1,5 @@
 """The work for a safetensors file of many tensors: counted in function calls per tensor, never in seconds."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable

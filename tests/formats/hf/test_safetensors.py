@@ -1,7 +1,5 @@
 """Safetensors sources: headers that must be refused, and directories of Hugging Face and torch's DCP."""
 
-from __future__ import annotations
-
 import json
 import struct
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Untrusted JSON: size-limited before it is parsed, and unambiguous."""
 
-from __future__ import annotations
-
 import pytest
 
 from ckptkit.errors import CheckpointNotFoundError, CorruptCheckpointError, StorageError

@@ -1,7 +1,5 @@
 """The manifest keeps a catalog exactly, and refuses everything else."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import struct

@@ -1,7 +1,5 @@
 """Our own committed checkpoints as catalogs."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The commit record: round trips, and refusals of damaged, hostile and newer records."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

@@ -1,7 +1,5 @@
 """C's unpickler with our allow-list, as a reference for `walk`."""
 
-from __future__ import annotations
-
 import io
 import pickle
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """The formats before the zip give the same records: byte ranges with the values that torch reads."""
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Callable
 

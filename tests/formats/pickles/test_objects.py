@@ -1,7 +1,5 @@
 """read_object returns plain Python values, runs no code, and refuses unknown classes by name."""
 
-from __future__ import annotations
-
 import argparse
 import collections
 import datetime

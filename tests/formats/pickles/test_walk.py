@@ -1,7 +1,5 @@
 """The unpickler runs no code for any opcode; each refusal has a harmless variant that is accepted."""
 
-from __future__ import annotations
-
 import pickle
 import struct
 from typing import Any

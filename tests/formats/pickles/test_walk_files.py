@@ -1,7 +1,5 @@
 """Metadata and archives of real libraries are read as by C's unpickler; deceptive ones are refused."""
 
-from __future__ import annotations
-
 import gc
 from pathlib import Path
 from typing import Any

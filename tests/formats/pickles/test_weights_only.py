@@ -1,7 +1,5 @@
 """The one place where torch unpickles objects: no code runs, and no value expands without limit."""
 
-from __future__ import annotations
-
 import ast
 import re
 import zipfile

@@ -1,7 +1,5 @@
 """read_archive finds every tensor of a torch.save zip without torch, and refuses what torch.save never writes."""
 
-from __future__ import annotations
-
 import collections
 import io
 import pickle

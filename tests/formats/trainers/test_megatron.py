@@ -1,7 +1,5 @@
 """Additional metadata that megatron-core writes into a DCP."""
 
-from __future__ import annotations
-
 import json
 import pickle
 

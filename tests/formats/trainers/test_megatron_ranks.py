@@ -1,7 +1,5 @@
 """Megatron's `torch` checkpoints, with a directory per model-parallel rank."""
 
-from __future__ import annotations
-
 import argparse
 
 import pytest

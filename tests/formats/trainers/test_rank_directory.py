@@ -1,7 +1,5 @@
 """Reads a directory with one torch.save file per rank from an unknown system."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh

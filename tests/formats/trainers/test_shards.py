@@ -1,7 +1,5 @@
 """The geometry of DTensor placements, compared with torch."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

@@ -1,7 +1,5 @@
 """At most six of our functions are between a worker and the read or write of a conversion: docs/internals/ways.md."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The copying engine: for all slices, targets and positions every element is copied, and damage is found."""
 
-from __future__ import annotations
-
 import math
 import os
 import zlib

@@ -1,7 +1,5 @@
 """Plans as values: the layout of files, their printed form, and the work of each rank."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace

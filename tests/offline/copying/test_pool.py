@@ -1,7 +1,5 @@
 """Copying threads: none is running after `run` has returned or raised."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

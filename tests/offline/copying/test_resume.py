@@ -1,7 +1,5 @@
 """A killed or interrupted conversion continues; anything else starts from scratch."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

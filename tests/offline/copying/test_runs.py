@@ -1,7 +1,5 @@
 """Runs of bytes: few calls, each byte is read once, and every digest matches its bytes."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json

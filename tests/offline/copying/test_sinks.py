@@ -1,7 +1,5 @@
 """The sink of local files."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

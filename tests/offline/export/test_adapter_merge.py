@@ -1,7 +1,5 @@
 """Merging adapters gives the bits of PEFT's merge_and_unload."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import warnings

@@ -1,7 +1,5 @@
 """LoRA adapters: exported under PEFT's names with a given config, or merged as by PEFT."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

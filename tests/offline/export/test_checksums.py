@@ -1,7 +1,5 @@
 """SHA256SUMS of an export: written on request, checked by verify, and confined to the directory."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import random

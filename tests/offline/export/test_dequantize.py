@@ -1,7 +1,5 @@
 """FP8 weights in another dtype: the bits of transformers, for all codes, kinds of scales and edge blocks."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """`convert --weights ema`: the moving average in a checkpoint, under the model's names."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Hugging Face exports: names and bits, side files, config, model card, and refusals."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import replace

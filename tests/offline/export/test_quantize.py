@@ -1,7 +1,5 @@
 """`convert --quantize fp8-block`: the bits of transformers, and the weights that its quantizer chooses."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from functools import partial

@@ -1,7 +1,5 @@
 """Tied weights: omitted only if config and bytes agree, never lost."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

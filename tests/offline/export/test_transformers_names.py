@@ -1,7 +1,5 @@
 """Model families whose names only transformers knows: the export equals its save_pretrained."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """Which rank holds what: the rule of FSDP2 and DTensor, compared with torch."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

@@ -1,7 +1,5 @@
 """The digests that a reshard records for every slice, object and file, and the damage that they find."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 
