@@ -82,7 +82,7 @@ MUTATIONS = (
              "        publish.sync_directories(self.store)\n        self.root.sync_directory()\n", "        pass\n",
              "tests/checkpoint/run/test_commit.py tests/checkpoint/test_order.py"),
     Mutation("a load takes what does not fit", LOAD,
-             "            plan.mismatches.check(store.url, strict=options.strict, elsewhere=bool(elsewhere))\n", "",
+             "plan.mismatches.check(store.url, strict=options.strict, elsewhere=world_size > 1, call=call)", "pass",
              "tests/checkpoint/test_strict.py"),
     Mutation("a half-loaded state does not know", LOAD,
              "    if not options.atomic:\n        state._half = report.url\n", "",
