@@ -460,6 +460,8 @@ def _with_tied(side: _Side, other: _Side) -> dict[str, TensorEntry]:
     """
     recorded = {entry.fqn: entry for entry in tied_entries(side.source.catalog).values()}
     found = dict(side.tensors) | {n: e for n, e in recorded.items() if n in other.tensors and n not in side.tensors}
+    if all(map(found.__contains__, other.tensors)):
+        return found
     shapes = {name: entry.shape for name, entry in other.tensors.items() if entry.role is Role.MODEL}
     pairs = [(head, kept) for head, kept in tied_pairs(shapes) if head not in found and kept in found]
     config = beside_source(side.source.store, side.source.catalog).config if pairs else None
