@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Generic, TypeAlias, TypeGuard, TypeVar
 
 import numpy as np
@@ -214,19 +215,20 @@ def read_training_state(
     store: Store,
     catalog: Catalog,
     *,
-    tensor: MakeTensor,
-    read: ReadTensors,
+    tensor: MakeTensor | None = None,
+    read: ReadTensors | None = None,
     optimizers: bool = True,
     whole: Collection[str] = (),
 ) -> TrainingState:
     """Return the parts of a training state. Reads objects and small tensors, but no tensors of optimizer states.
 
     Args:
-        tensor: Converts a tensor inside an object to the caller's type of tensor.
-        read: Reads the tensors of the given entries, and returns them by name.
+        tensor: Converts a tensor inside an object to the caller's type of tensor. The default is `TensorValue`.
+        read: Reads the tensors of the given entries, and returns them by name. The default returns `TensorValue`.
         optimizers: Whether to read the settings of the optimizers, and the optimizer states that are not tensors.
         whole: The keys of objects that are read even if they are large.
     """
+    tensor, read = tensor or _tensor_value, read or partial(_read_tensors, store)
     found = TrainingState(step=saved_step(store, catalog))
     settings: dict[str, list[tuple[TensorEntry | ObjectEntry, Any]]] = {}
     chosen: dict[str, TensorEntry] = {}  # settings that are tensors
@@ -251,6 +253,17 @@ def read_training_state(
     found.optimizers = {prefix: found.optimizers[prefix] for prefix in in_natural_order(found.optimizers)}
     _add_objects(found, catalog, values, loose, tensor, read, whole)
     return found
+
+
+def _tensor_value(array: np.ndarray[Any, Any] | TensorValue) -> TensorValue:
+    return array if isinstance(array, TensorValue) else TensorValue(array.dtype.name, array.shape, array.tobytes())
+
+
+def _read_tensors(store: Store, entries: Sequence[TensorEntry]) -> dict[str, TensorValue]:
+    return {
+        entry.name: TensorValue(entry.dtype, entry.shape, bytes(read_box(store, entry, Box.whole(entry.shape))))
+        for entry in entries
+    }
 
 
 def _read_values(

@@ -26,7 +26,7 @@ from ckptkit.offline.export.base import beside_source, export_config, open_base
 from ckptkit.offline.export.checksums import write_checksums
 from ckptkit.offline.export.files import check_headers, hf_files, torch_file
 from ckptkit.offline.export.hf import HFExport, export_tensors, has_quantized, plan_export
-from ckptkit.offline.export.weights import ExportOptions, choose_weights, with_named_masters
+from ckptkit.offline.export.weights import ExportOptions, choose_weights, with_masters
 from ckptkit.offline.publish import Options, OutputPlace, open_target, options_of_both
 from ckptkit.offline.reading import open_pinned, reads_checkpoints
 from ckptkit.offline.serving import serving
@@ -149,7 +149,7 @@ def convert(  # noqa: PLR0913 - one argument per option
     output.check(max_memory, max_shard_size)
     reading = ReadOptions(layout=layout, base=base, strip_prefix=strip_prefix, allow_pickle=allow_pickle)
     source = open_pinned(src, storage_options=there, options=reading, together=not dry_run, inner="weights")
-    source = with_named_masters(replace(source, catalog=with_tied_names(source.catalog)), weights, dtype)
+    source = with_masters(replace(source, catalog=with_tied_names(source.catalog)), weights, dtype)
     vocabulary = None
     if vocab_size is not None or new_rows is not None:
         from ckptkit.offline.vocabulary import VocabSize
@@ -186,7 +186,7 @@ def _with_base(
         return source, options, base_url
     try:
         base = open_pinned(base_url, storage_options=storage_options, together=together)
-        base = with_named_masters(base, options.weights, options.dtype)
+        base = with_masters(base, options.weights, options.dtype)
     except CheckpointNotFoundError:
         return source, options, base_url  # --base is a Hub repo or a directory without weights
     config = (

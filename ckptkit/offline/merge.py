@@ -37,7 +37,7 @@ from ckptkit.offline.convert import Format, Output, Weights, choose, key_map_of,
 from ckptkit.offline.copying.copier import Progress
 from ckptkit.offline.copying.plan import ComputedTensor, OutputTensor
 from ckptkit.offline.export.hf import HFExport
-from ckptkit.offline.export.weights import ExportOptions, with_named_masters
+from ckptkit.offline.export.weights import ExportOptions, with_masters
 from ckptkit.offline.joined import join, taken_from
 from ckptkit.offline.publish import options_of_both
 from ckptkit.offline.reading import open_pinned, reads_checkpoints
@@ -136,7 +136,7 @@ def merge(  # noqa: PLR0913 - one argument an option
     reading = ReadOptions(base=base, strip_prefix=strip_prefix)
     found = _opened(urls, partial(open_pinned, storage_options=there, options=reading, together=not dry_run))
     whole = (replace(source, catalog=with_tied_names(source.catalog)) for source in found)
-    opened = [with_named_masters(source, take, dtype) for source in whole]
+    opened = [with_masters(source, take, dtype) for source in whole]
     options = ExportOptions(
         dtype, "bf16", take, key_map_of(key_map), strip_prefix, globs("include", include), globs("exclude", exclude),
         strict=not dry_run,

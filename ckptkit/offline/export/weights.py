@@ -16,6 +16,8 @@ from ckptkit.formats.dcp.class_records import recipes_of
 from ckptkit.formats.dcp.subclasses import lower_bits_of, outer_name
 from ckptkit.formats.hf.torchao import CLASSES
 from ckptkit.formats.models import masters_of, model_names
+from ckptkit.formats.parameter_names import with_named_masters
+from ckptkit.formats.training_state import read_training_state
 from ckptkit.keymaps.wrappers import strip_infixes, strip_prefix
 from ckptkit.units import counted, first_few
 
@@ -320,27 +322,12 @@ def choose_weights(
     return Weights(chosen, "master", tuple(notes))
 
 
-def with_named_masters(source: Source, weights: str, dtype: str) -> Source:
-    """Give the masters that an optimizer only numbers the FQNs of their weights, if order and shapes prove these FQNs.
-
-    Returns the source unchanged if there are no such masters, or if an export with these options uses no masters.
-    """
-    catalog = source.catalog
+def with_masters(source: Source, weights: str, dtype: str) -> Source:
+    """Give masters that an optimizer only numbers their FQNs, if an export with these options uses masters."""
     if weights not in ("auto", "master") or (weights == "auto" and dtype == "keep"):
         return source
-    if not any(map(_is_nameless, catalog.tensors.values())):
-        return source
-    from ckptkit.offline.resharding.own_state import own_state
-
-    try:
-        made = own_state(source.store, catalog, step=0, sharded=False)
-    except (UsageError, UnsupportedFormatError):  # of tensors that the export may leave out
-        return source
-    fqns = {item.source.name: item.fqn for item in made.tensors if item.role is Role.MASTER}
-    tensors = {
-        name: replace(e, fqn=fqns.get(name, "")) if _is_nameless(e) else e for name, e in catalog.tensors.items()
-    }
-    return replace(source, catalog=replace(catalog, tensors=tensors))
+    catalog = source.catalog
+    return replace(source, catalog=with_named_masters(catalog, lambda: read_training_state(source.store, catalog)))
 
 
 def _is_nameless(entry: TensorEntry) -> bool:

@@ -14,26 +14,25 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ckptkit.catalog.box import Box
 from ckptkit.catalog.entry import Catalog, ObjectEntry, Role, SliceArray, TensorEntry
 from ckptkit.catalog.targets import Target
 from ckptkit.checkpoint.foreign_objects import ForeignObjects, own_name
-from ckptkit.errors import CheckpointMismatchError, UnsupportedFormatError, UsageError
+from ckptkit.errors import UnsupportedFormatError, UsageError
 from ckptkit.formats.dcp.class_records import recipes_of, renamed_recipes
 from ckptkit.formats.dcp.records import frame_object
+from ckptkit.formats.dcp.roles import Path
 from ckptkit.formats.dcp.subclasses import SUBCLASSES
 from ckptkit.formats.models import prefix_of_optimizer
 from ckptkit.formats.own.reader import OBJECTS_NAME
-from ckptkit.formats.pickles.objects import TensorValue, decode_record, read_object
+from ckptkit.formats.parameter_names import ParameterNames, parameter_names, without_wrappers
+from ckptkit.formats.pickles.objects import decode_record, read_object
 from ckptkit.formats.pickles.zip import Archive, memory_store
-from ckptkit.formats.sources import read_box
 from ckptkit.formats.state_names import PARAM_GROUPS
-from ckptkit.formats.trainers.param_order import Param
 from ckptkit.formats.training_state import (
     SavedOptimizer,
     TrainingState,
@@ -41,7 +40,6 @@ from ckptkit.formats.training_state import (
     read_training_state,
     without_kind,
 )
-from ckptkit.keymaps.wrappers import strip_infixes
 from ckptkit.offline.copying.plan import ComputedTensor, OutputTensor
 from ckptkit.units import counted
 
@@ -55,16 +53,14 @@ if TYPE_CHECKING:
 _MAX_TREE_BYTES = 2 << 20  # as JSON, which is larger than the tensors in it
 _MAX_STEP = 2**63  # maximum step count, because a hostile checkpoint may contain integers too large for a float
 _NAME = re.compile(r"(?!\d+$)[A-Za-z0-9][A-Za-z0-9_-]*")  # the name of one of several objects; not a number
-_Names: TypeAlias = Mapping[str, Mapping[str, str]]  # FQNs by an optimizer's prefix and a parameter's saved name
 _UNKNOWN = (
     "the optimizer numbers its parameters, and their shapes do not prove which is which. A job can load the source "
     "instead, because its optimizer shows the order"
 )
-_BATCH_NORM = ("running_mean", "running_var", "num_batches_tracked")  # buffers, some with the shape of a weight
 
 
 def _add_trees(
-    found: OwnState, catalog: Catalog, saved: TrainingState, sections: Mapping[str, str], names: _Names
+    found: OwnState, catalog: Catalog, saved: TrainingState, sections: Mapping[str, str], names: ParameterNames
 ) -> None:
     """Convert the objects of a source that ckptkit did not write, and add them to `found.trees`."""
     objects = ForeignObjects(max_bytes=_MAX_TREE_BYTES)
@@ -143,13 +139,6 @@ def _add_missing_notes(
             )
 
 
-def _tensor_value(array: np.ndarray[Any, Any] | TensorValue) -> TensorValue:
-    return array if isinstance(array, TensorValue) else TensorValue(array.dtype.name, array.shape, array.tobytes())
-
-
-Key = tuple[str | int, ...]
-
-
 @dataclass(frozen=True, slots=True)
 class OwnTensor:
     """One tensor of the result.
@@ -165,7 +154,7 @@ class OwnTensor:
     role: Role
     fqn: str
     state: str
-    key: Key
+    key: Path
 
 
 @dataclass(slots=True)
@@ -263,11 +252,11 @@ def _of_ours(store: Store, catalog: Catalog, *, sharded: bool) -> OwnState:
     return found
 
 
-def _copy(entry: TensorEntry, name: str, role: Role, fqn: str, state: str, key: Key) -> OwnTensor:
+def _copy(entry: TensorEntry, name: str, role: Role, fqn: str, state: str, key: Path) -> OwnTensor:
     return OwnTensor(Target.of(entry, name), entry, role, fqn, state, key or _key(name, role, fqn, state))
 
 
-def _key(name: str, role: Role, fqn: str, state: str) -> Key:
+def _key(name: str, role: Role, fqn: str, state: str) -> Path:
     """Return a tensor's path in the nested state dict. A parameter name with its dots is one component of the path."""
     if not fqn or role is Role.OTHER:
         return tuple(name.split("."))
@@ -281,12 +270,14 @@ def _key(name: str, role: Role, fqn: str, state: str) -> Key:
 
 
 def _of_others(store: Store, catalog: Catalog, step: int) -> OwnState:
-    catalog = _without_wrappers(catalog)
+    catalog = without_wrappers(catalog)
     found = OwnState()
-    saved = read_training_state(store, catalog, tensor=_tensor_value, read=partial(_read, store))
+    saved = read_training_state(store, catalog)
     sections = _sections_of("optimizer", saved.optimizers)
     sections = sections or {prefix: f"optimizer_{i}" for i, prefix in enumerate(saved.optimizers)}
-    names = _parameter_names(found, catalog, saved)
+    names = parameter_names(catalog, saved)
+    if any(one.is_numbered and not one.names and names[prefix] for prefix, one in saved.optimizers.items()):
+        found.notes.append("the optimizer numbers its parameters; they were matched to the model's by order and shape")
     owns = {entry.name: (f"model.{entry.fqn}", entry.fqn, "") for entry in catalog.by_role(Role.MODEL).values()}
     for prefix, one in saved.optimizers.items():
         for part in one.tensors:
@@ -334,53 +325,6 @@ def _of_others(store: Store, catalog: Catalog, step: int) -> OwnState:
         key = (section, "state", fqn, "step")
         found.tensors.append(OwnTensor(tensor, entry, Role.OPTIMIZER, fqn, "step", key))
     return found
-
-
-def _without_wrappers(catalog: Catalog) -> Catalog:
-    """Return the catalog without the prefixes of wrappers, such as DDP's "module.", because live names lack them.
-
-    Returns the catalog unchanged if two names would become equal.
-    """
-    try:
-        names = strip_infixes(catalog.by_role(Role.MODEL))
-    except CheckpointMismatchError:
-        return catalog
-    tensors = {name: replace(entry, fqn=names.get(entry.fqn, entry.fqn)) for name, entry in catalog.tensors.items()}
-    return replace(catalog, tensors=tensors)
-
-
-def _read(store: Store, entries: Sequence[TensorEntry]) -> dict[str, TensorValue]:
-    return {
-        entry.name: TensorValue(entry.dtype, entry.shape, bytes(read_box(store, entry, Box.whole(entry.shape))))
-        for entry in entries
-    }
-
-
-def _parameter_names(found: OwnState, catalog: Catalog, saved: TrainingState) -> _Names:
-    """Return, for each optimizer, a mapping from the saved names or numbers of its parameters to FQNs.
-
-    If parameters are numbered, the FQNs are derived from the order and the shapes of the model's tensors. If order
-    and shapes do not determine the FQNs, the mapping is empty.
-    """
-    params: dict[tuple[str, int, str], Param] = {}  # by their place on disk; of tied weights, only the first counts
-    weights = catalog.by_role(Role.MODEL)
-    for entry in weights.values():
-        if entry.fqn.rpartition(".")[2] not in _BATCH_NORM and len(entry.slices):
-            part = entry.slices[0]
-            place = (part.path, part.start, entry.fqn if not part.nbytes else "")
-            params.setdefault(place, Param(entry.fqn, entry.shape))
-    names: dict[str, dict[str, str]] = {}
-    for prefix, one in saved.optimizers.items():
-        if one.is_numbered and not one.names:
-            names[prefix] = one.assigned([*params.values()]) or {}
-            if names[prefix]:
-                found.notes.append(
-                    "the optimizer numbers its parameters; they were matched to the model's by order and shape"
-                )
-        else:
-            named = {n: name if name in weights else strip_infixes([name])[name] for n, name in one.names.items()}
-            names[prefix] = {**named, **{part.param: part.fqn for part in one.tensors if part.fqn}}
-    return names
 
 
 def _weights_are_masters(catalog: Catalog) -> set[str]:
