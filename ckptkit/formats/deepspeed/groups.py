@@ -14,12 +14,14 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ckptkit.catalog.box import Box
 from ckptkit.catalog.entry import ObjectEntry, Role, SliceArray, TensorSlice
 from ckptkit.errors import CorruptCheckpointError, IncompleteCheckpointError
 from ckptkit.formats.deepspeed.experts import Partition, counted, data_first, is_expert, parts_of
 from ckptkit.formats.deepspeed.files import FlatPart, ModelStates, OptimStates, Shape
 from ckptkit.formats.pickles.tensors import StoredTensor
-from ckptkit.formats.trainers.master_check import MasterSampler
+from ckptkit.formats.sources import read_box
+from ckptkit.formats.trainers.master_check import SAMPLE, MasterSampler
 from ckptkit.formats.trainers.optimizer_files import OptimizerState, group_objects
 from ckptkit.formats.trainers.rank_files import FlatVector, Joined
 from ckptkit.storage import Store
@@ -234,29 +236,70 @@ def check_layout(
             )
 
 
-def check_ranks(
-    store: Store, groups: Sequence[FlatGroup], masters: Mapping[str, Joined], copies: Mapping[str, Joined]
-) -> None:
-    """Check that the optimizer files are from one save, if the optimizer counts no steps that would show it.
+def check_saves(
+    store: Store,
+    models: ModelStates,
+    groups: Sequence[FlatGroup],
+    masters: Mapping[str, Joined],
+    copies: Mapping[str, Joined],
+) -> list[str]:
+    """Check that the optimizer files are from the save of the model files. Returns a note if this is uncertain.
 
-    Compares a parameter of each rank with the model file. If no rank's fits, the job may have changed the weights after
-    its last step. Reads a few kilobytes per rank.
+    Compares some master weights with the weights; see `_compared`. If none of them fits, the job may have changed the
+    weights after its last step. If the optimizer has counted other steps than the model file, the job may have begun
+    with a new optimizer. Both together show that there were two saves.
     """
-    if any("step" in group.scalars for group in groups):
-        return
-    largest: dict[int, tuple[int, str, str]] = {}  # of each rank: a slice's number of elements, parameter and file
-    for name in masters.keys() & copies.keys():
-        for part in masters[name].slices if masters[name].shape == copies[name].shape else ():
-            largest[part.rank] = max(largest.get(part.rank, (0, "", "")), (part.box.numel, name, part.path))
-    names = {name for _, name, _ in largest.values()}
-    sampler = MasterSampler(store, {name: copies[name].entry(name, Role.MODEL, fqn=name) for name in names})
-    entries = {name: masters[name].entry(name, Role.MASTER, fqn=name) for name in names}
-    fits = {path: sampler.fits(entries[name], name, rank=rank) for rank, (_, name, path) in largest.items()}
-    if len({*fits.values()}) > 1:
-        other, same = (next(path for path, fit in fits.items() if fit is wanted) for wanted in (False, True))
+    steps = [_number(store, group.scalars["step"]) for group in groups if "step" in group.scalars]
+    chosen = _compared(masters, copies, by_rank=not steps)
+    sampler = MasterSampler(store, {name: copies[name].entry(name, Role.MODEL, fqn=name) for name, _ in chosen})
+    wrong = [
+        f"{path} and {copies[name].slices[0].path}"
+        for (name, rank), path in chosen.items()
+        if not sampler.fits(masters[name].entry(name, Role.MASTER, fqn=name), name, rank=rank)
+    ]
+    skipped = models.values[0].get("skipped_steps")
+    taken = None if models.step is None else models.step - (skipped if type(skipped) is int else 0)
+    other = None not in (taken, *steps) and bool(steps) and taken not in steps
+    counted = ""
+    if other:
+        counted = f"the optimizer has counted {str(steps[0]).removesuffix('.0')} steps, {models.file} {taken}"
+    if wrong and (other or len(wrong) < len(chosen)):
         raise CorruptCheckpointError(
-            f"{other} and {same} are from different saves: only the latter has the weights of the model file, as fp32."
+            f"{wrong[0]} are from different saves: the fp32 weights of the former, rounded, are not the weights in the "
+            f"latter{'; ' * other}{counted}."
         )
+    if wrong:
+        return [f"{wrong[0]} have different weights: are they from one save? The job may have changed the weights."]
+    return [f"{counted}: are they from one save? The job may have begun with a new optimizer."] if other else []
+
+
+def _compared(
+    masters: Mapping[str, Joined], copies: Mapping[str, Joined], *, by_rank: bool
+) -> dict[tuple[str, int], str]:
+    """Choose a parameter of each file of weights. Returns the optimizer file of each parameter and rank.
+
+    Prefers a small matrix, because every step changes it. A step may leave unchanged rows of an embedding, and scales
+    near 1 after rounding.
+
+    Args:
+        by_rank: Choose a parameter for each rank as well.
+    """
+    found: dict[tuple[str, int | None], tuple[bool, int, str, int, str]] = {}
+    for name in sorted(masters.keys() & copies.keys()):
+        for part in masters[name].slices if masters[name].shape == copies[name].shape else ():
+            telling = len(masters[name].shape) > 1 and part.box.numel >= SAMPLE
+            size = -part.box.numel if telling else part.box.numel
+            key = copies[name].slices[0].path, part.rank if by_rank else None
+            found[key] = max(found.get(key, (False, 0, "", 0, "")), (telling, size, name, part.rank, part.path))
+    return {(name, rank): path for _, _, name, rank, path in found.values() if name}
+
+
+def _number(store: Store, value: Any) -> float | None:
+    """Return a step count, which may be a tensor."""
+    if isinstance(value, StoredTensor) and value.numel == 1 and value.dtype in ("float32", "int64", "int32"):
+        entry = Joined(value.dtype, value.shape, SliceArray.of([value.slice()], len(value.shape))).entry("", Role.OTHER)
+        return float(read_box(store, entry, Box.whole(value.shape)).view(value.dtype).item())
+    return value if type(value) in (int, float) else None
 
 
 def check_experts(experts: Mapping[str, Joined], masters: Mapping[str, Joined]) -> None:

@@ -23,7 +23,7 @@ from ckptkit.formats.deepspeed.groups import (
     add_moments,
     check_experts,
     check_layout,
-    check_ranks,
+    check_saves,
     groups_of,
     settings,
 )
@@ -58,6 +58,7 @@ class Stage:
     optims: OptimStates | None
     by_settings: Sequence[Sequence[FlatGroup]]
     masters: Mapping[str, Joined]
+    notes: Sequence[str] = ()
 
 
 def read_stage(
@@ -80,8 +81,7 @@ def read_stage(
     if experts is not None:
         check_experts(experts, masters)
     check_layout(store, groups, masters, copies)
-    check_ranks(store, groups, masters, copies)
-    return Stage(models, optims, by_settings, masters)
+    return Stage(models, optims, by_settings, masters, check_saves(store, models, groups, masters, copies))
 
 
 def joined_stages(
@@ -101,6 +101,7 @@ def joined_stages(
     params: dict[int, dict[str, None]] = {}  # of each parameter group, in order
     for stage in stages:
         new = {name: name_of(name) for name in stage.masters if name_of(name) not in masters}
+        optimizer.notes += stage.notes
         masters.update({new[name]: stage.masters[name] for name in new})
         for index, groups in enumerate(stage.by_settings):
             for group in groups:
@@ -114,7 +115,7 @@ def joined_stages(
 def open_catalog(store: Store, *, options: ReadOptions = DEFAULTS) -> Catalog:
     """Return the catalog of a DeepSpeed checkpoint. The store's root is the directory of one tag (`global_step10`).
 
-    Reads no tensor bytes.
+    Reads samples of a few tensors.
     """
     files = file_names(store.list())
     _refuse_foreign(store, files)

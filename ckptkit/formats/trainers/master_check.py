@@ -14,7 +14,7 @@ from ckptkit.catalog.entry import Catalog, Role, TensorEntry, TensorSlice
 from ckptkit.formats.sources import Bytes, read_box
 from ckptkit.storage import Store
 
-_SAMPLE = 4096  # how many elements are compared
+SAMPLE = 4096  # how many elements are compared
 
 
 def check_masters(store: Store, catalog: Catalog) -> list[str]:
@@ -62,7 +62,7 @@ class MasterSampler:
             for part in weight.slices:
                 start = _start_in(part, mine.box)
                 if start is not None and mine.strides is None and mine.box.is_contiguous_in(part.box.sizes):
-                    count = min(mine.box.numel, _SAMPLE)
+                    count = min(mine.box.numel, SAMPLE)
                     made = self._read(mine.path, mine.start, count * dtype_of(master.dtype).itemsize)
                     other = self._read(part.path, part.start + start * itemsize, count * itemsize)
                     return np.array_equal(_rounded(made, master.dtype, weight.dtype), other)

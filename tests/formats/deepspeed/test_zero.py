@@ -125,10 +125,30 @@ def test_files_of_two_saves_of_an_optimizer_without_steps_are_told_by_the_weight
 
     url = _rewritten(tmp_path, changed)
     if len(older) == 2:  # the job changed all weights after its last step
-        assert open_source(url).catalog.by_role(Role.MASTER)
+        assert any("model_states.pt have different weights" in note for note in open_source(url).catalog.info.notes)
     else:
-        with pytest.raises(CorruptCheckpointError, match=r"rank_1_.* and .*rank_0_.* are from different saves"):
+        with pytest.raises(CorruptCheckpointError, match=r"rank_1_.* and mp_rank_00_.* are from different saves"):
             open_source(url)
+
+
+@pytest.mark.parametrize("fixture", ["zero1_frozen_w2", "zero3_subgroups_frozen_w2"])
+@pytest.mark.parametrize("changed", [("weights",), ("global_steps",), ("weights", "global_steps")], ids="+".join)
+def test_a_model_file_of_another_save_is_refused_or_noted(tmp_path, fixture, changed):
+    folder = _copy(tmp_path, fixture)
+    for file in folder.glob("*mp_rank_00_model_states.pt"):
+        value = torch.load(file, weights_only=False, pickle_module=_WITHOUT_DEEPSPEED)
+        for weight in value["module"].values() if "weights" in changed else ():
+            weight.data.mul_(2)
+        value["global_steps"] += 5 * ("global_steps" in changed)
+        torch.save(value, file)
+    if len(changed) == 2 and "zero1" in fixture:
+        with pytest.raises(CorruptCheckpointError, match=r"are from different saves.* counted 2 steps, mp_.* 7\."):
+            open_source(str(folder))
+    else:
+        notes = " ".join(open_source(str(folder)).catalog.info.notes)
+        # In stage 3, the model files have no weights.
+        assert ("have different weights" in notes) is ("weights" in changed and "zero1" in fixture)
+        assert ("has counted 2 steps" in notes) is ("global_steps" in changed)
 
 
 def test_states_of_the_whole_flat_vector_do_not_hide_the_weights(tmp_path):
