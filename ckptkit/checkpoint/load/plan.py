@@ -21,11 +21,14 @@ from ckptkit.checkpoint.state.train_state import Merge, TrainState
 from ckptkit.checkpoint.state.values import JSON, references
 from ckptkit.checkpoint.state.views import View
 from ckptkit.formats.dcp.subclasses import Recipe, describe
+from ckptkit.units import first_few
 
 if TYPE_CHECKING:
     import torch
 
     from ckptkit.catalog.box import Box
+
+_NEEDED = frozenset(("lr_lambdas", "_schedulers", "_milestones"))  # in the states of schedulers with parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,3 +169,28 @@ def of_another_class(key: str, item: Any, objects: Mapping[str, JSON]) -> str:
     classes, here = objects.get("classes"), class_name(item)
     saved = classes.get(key, here) if isinstance(classes, Mapping) else here
     return "" if saved == here else f"saved from {saved}, here it is {here}"
+
+
+def compare_scheduler(item: Any, saved: Any) -> tuple[str, bool]:
+    """Compare a scheduler with a saved state whose class was not recorded.
+
+    Returns the difference between their keys ("" if there is none), and whether the state can be of the same class.
+    Another version of torch may add keys to a state, and a program may leave some out, but a state of the same class
+    does not both lack keys and have others. A state without the keys in `_NEEDED` makes torch's schedulers fail.
+    """
+    live = item.state_dict()
+    if not isinstance(live, Mapping) or not isinstance(saved, Mapping):
+        return "", True
+    lacking, more = (
+        sorted(
+            name for name in one.keys() - other.keys() if name in _NEEDED or not name.startswith(("_", "verbose", "$"))
+        )
+        for one, other in ((live, saved), (saved, live))
+    )
+    parts = [f"lacks {first_few(lacking)}"] * bool(lacking) + [f"has {first_few(more)}"] * bool(more)
+    said = f"the saved state {' and '.join(parts)}, unlike the state of {class_name(item)}" if parts else ""
+    if len(parts) == 2 or not _NEEDED.isdisjoint(lacking):
+        return said, False
+    pairs = zip(getattr(item, "_schedulers", ()), saved.get("_schedulers", ()), strict=False)
+    inner = [(said, True), *(compare_scheduler(*pair) for pair in pairs)]
+    return min((one for one in inner if one[0]), key=lambda one: one[1], default=("", True))

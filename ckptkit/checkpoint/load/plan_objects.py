@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ckptkit.catalog.entry import Role
 from ckptkit.checkpoint.load.differences import match_tensors
 from ckptkit.checkpoint.load.options import LoadOptions
-from ckptkit.checkpoint.load.plan import LoadPlan, ObjectTarget, Planning, of_another_class
+from ckptkit.checkpoint.load.plan import LoadPlan, ObjectTarget, Planning, compare_scheduler, of_another_class
 from ckptkit.checkpoint.save.replicas import PER_RANK
 from ckptkit.checkpoint.state.rng import shared_stream
 from ckptkit.checkpoint.state.train_state import PerRank, own_merge, section
@@ -50,7 +50,7 @@ def _object(load: Planning, kind: str, key: str, item: Any) -> None:
     tree = load.objects[key]
     other = ""
     if kind == "scheduler":
-        other = of_another_class(key, item, load.objects) or _by_position(load, item, tree)
+        other = _unlike(load, key, item, tree) or _by_position(load, item, tree)
     if kind == "grad_scaler" and tree == {} and item.state_dict():
         other = "the saved scaler was disabled, this one is enabled"
     if other:
@@ -61,6 +61,17 @@ def _object(load: Planning, kind: str, key: str, item: Any) -> None:
         if kind == "extra":
             _module(load, key, item, tree)
         load.plan.objects.append(ObjectTarget(kind, key, item, (tree,)))
+
+
+def _unlike(load: Planning, key: str, scheduler: Any, tree: JSON) -> str:
+    """Describe how a saved scheduler is of another class. Returns "" if it is not."""
+    classes = load.objects.get("classes")
+    if isinstance(classes, Mapping) and key in classes:
+        return of_another_class(key, scheduler, load.objects)
+    unlike, fits = compare_scheduler(scheduler, tree)
+    if fits and unlike:
+        load.plan.warnings.append(f"{key}: {unlike}; check that the same class was saved")
+    return "" if fits else unlike
 
 
 def _by_position(load: Planning, scheduler: Any, tree: JSON) -> str:

@@ -3,6 +3,7 @@
 import random
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.optim.lr_scheduler import ConstantLR, LambdaLR, LinearLR, StepLR
 
 from ckptkit import TrainState, convert, reshard
 from ckptkit.catalog.entry import Role
@@ -63,7 +65,7 @@ def copied(name: str, tmp_path: Path) -> Path:
     return Path(shutil.copytree(ZOO / name, tmp_path / "run", ignore=shutil.ignore_patterns("EXPECTED*")))
 
 
-def run_of(name: str, *, scheduler: bool = False, rng: bool = False) -> TrainState:
+def run_of(name: str, *, scheduler: Callable[[Any], Any] | None = None, rng: bool = False) -> TrainState:
     model = zeros(name)
     named = dict(model.named_parameters())
     groups = [{"params": list(named.values())}]
@@ -71,7 +73,7 @@ def run_of(name: str, *, scheduler: bool = False, rng: bool = False) -> TrainSta
         norms = {fqn for fqn in named if "norm" in fqn}
         groups = [{"params": [p for fqn, p in named.items() if (fqn in norms) is apart]} for apart in (False, True)]
     optimizer = torch.optim.AdamW(groups, lr=0.5)
-    step = torch.optim.lr_scheduler.LinearLR(optimizer) if scheduler else None
+    step = scheduler(optimizer) if scheduler else None
     return TrainState(model=model, optimizer=optimizer, scheduler=step, rng=rng)
 
 
@@ -177,9 +179,16 @@ def test_layers_that_were_compiled_or_that_a_wrapper_contains_twice_are_loaded(t
     assert states.bits(state.model) == states.bits(model)
 
 
-@pytest.mark.parametrize("name", ["verl_fsdp2_w2", "lightning_trainer_full", "hf_trainer_fsdp2_sharded_w2"])
-def test_recognized_schedulers_are_restored(name, tmp_path):
-    state = run_of(name, scheduler=True)
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("verl_fsdp2_w2", ConstantLR),
+        ("lightning_trainer_full", LinearLR),
+        ("hf_trainer_fsdp2_sharded_w2", partial(LambdaLR, lr_lambda=lambda _: 1.0)),
+    ],
+)
+def test_recognized_schedulers_are_restored(name, kind, tmp_path):
+    state = run_of(name, scheduler=kind)
     state.scheduler.last_epoch = 99
     report = load(state, name, tmp_path)
     assert "scheduler" in report.loaded
@@ -187,7 +196,7 @@ def test_recognized_schedulers_are_restored(name, tmp_path):
 
 
 def test_state_that_the_format_lacks_is_reported_and_unchanged(tmp_path):
-    state = run_of("accelerate_fsdp2_nodcp_llama_untied_w2", scheduler=True, rng=True)
+    state = run_of("accelerate_fsdp2_nodcp_llama_untied_w2", scheduler=LinearLR, rng=True)
     state.scheduler.last_epoch = 99
     state.extra["tokens"] = 5
     report = load(state, "accelerate_fsdp2_nodcp_llama_untied_w2", tmp_path)
@@ -442,7 +451,7 @@ def test_several_models_of_accelerate_are_matched_by_order(kind, tmp_path):
         torch.save({"last_epoch": 1 + at, "_last_lr": [0.5]}, tmp_path / "state" / f"scheduler{'_1' * at}.bin")
     torch.save({"step": 3}, tmp_path / "state" / "random_states_0.pkl")
     mine = {name: states.trained(nn.Linear(3, 2), steps=0) for name in theirs}
-    schedulers = {name: torch.optim.lr_scheduler.StepLR(job.optimizer, 5) for name, job in mine.items()}
+    schedulers = {name: StepLR(job.optimizer, 5) for name, job in mine.items()}
     state = TrainState(
         model={name: job.model for name, job in mine.items()},
         optimizer={name: job.optimizer for name, job in mine.items()},

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LinearLR, SequentialLR
 
 from ckptkit import TrainState, reshard
 from ckptkit.errors import CheckpointMismatchError
@@ -25,6 +25,7 @@ from tests.checkpoint import states
 from tests.patches import before
 
 DCP_OR_TORCH = pytest.mark.parametrize("form", ["dcp", "torch"])
+LINEAR, TO_ONE = LinearLR, partial(LambdaLR, lr_lambda=lambda _: 1.0)
 TORCH_OR_RESHARDED = pytest.mark.parametrize("form", ["torch", "resharded"])
 EACH_FORM = pytest.mark.parametrize("form", ["dcp", "torch", "resharded"])
 
@@ -379,6 +380,34 @@ def test_a_scheduler_is_not_given_settings_or_a_part_of_its_state(what, tmp_path
         report = resume(mine, script(scheduler=state), "torch", tmp_path, optimizer="skip")
     assert report.extra["scheduler"] == {key: value for key, value in state.items() if key != "wall"}
     assert any(note.startswith("not restored: scheduler") for note in report.notes)
+
+
+@pytest.mark.parametrize(
+    ("was", "now"),
+    [([LINEAR], [TO_ONE]), ([TO_ONE], [LINEAR]), ([LINEAR] * 2, [TO_ONE]), ([LINEAR] * 2, [LINEAR, TO_ONE])],
+)
+@TORCH_OR_RESHARDED
+def test_a_scheduler_is_not_given_the_state_of_another_class(form, was, now, tmp_path):
+    theirs, mine = (states.trained(nn.Linear(3, 2)) for _ in range(2))
+    for state, kinds in ((theirs, was), (mine, now)):
+        made = [kind(state.optimizer) for kind in kinds]
+        state.scheduler = made[0] if len(made) == 1 else SequentialLR(state.optimizer, made, [2])
+    saved = {**_whole(theirs), "scheduler": theirs.scheduler.state_dict()}
+    with states.unchanged(plain(scheduler=mine.scheduler)):
+        if form == "torch":
+            notes = resume(mine, saved, form, tmp_path).notes
+            assert any(note.startswith("not restored: scheduler, because") for note in notes)
+        else:
+            with pytest.raises(CheckpointMismatchError, match=r"nothing was loaded(?s:.*)saved state lacks"):
+                resume(mine, saved, form, tmp_path)
+
+
+@TORCH_OR_RESHARDED
+def test_a_note_names_what_a_saved_scheduler_lacks(form, tmp_path):
+    mine, saved = plain(), script(scheduler={"last_epoch": 4, "_last_lr": [0.5]})
+    mine.scheduler = LINEAR(torch.optim.SGD(mine.model.parameters()))
+    notes = resume(mine, saved, form, tmp_path).notes
+    assert mine.scheduler.last_epoch == 4 and any("lacks base_lrs, end_factor" in note for note in notes)
 
 
 def test_a_scheduler_does_not_get_the_state_of_another_that_could_not_be_read(tmp_path):
