@@ -92,7 +92,7 @@ def load_checkpoint(
             # Whether ranks that need the same data each read a share of it and send that share to the others.
             shared = options.replicas == "broadcast" or (options.replicas == "auto" and store.asking_costs)
             signature = reading.filler.signature() if world_size > 1 and shared else b""
-            planned.value = checks, signature, plan.mismatches.unexpected, store.url, plan.globs
+            planned.value = checks, signature, plan.mismatches, store.url, plan.globs
         combine = partial(_shared, strict=options.strict, call=call)
         shares, alike, left = coordinator.settle(planned.answer, "loading", then=combine)
     plan.mismatches.unexpected = left
@@ -217,11 +217,11 @@ def _shared(
         UsageError: A glob in `TrainState(layout=...)` matches no tensor of any rank.
     """
     _raise_one(answers)
-    checks, signatures, unexpected, urls, globs = zip(*answers, strict=True)
+    checks, signatures, found, urls, globs = zip(*answers, strict=True)
     if any(globs):
         refuse_idle(globs)
-    left = in_all(unexpected)
-    Mismatches(unexpected=left).check(urls[0], strict=strict, call=call)
+    left = in_all([one.unexpected for one in found])
+    Mismatches(unexpected=left, models=found[0].models).check(urls[0], strict=strict, call=call)
     return _share_checks(checks) if any(checks) else list(checks), groups_of(signatures), left
 
 

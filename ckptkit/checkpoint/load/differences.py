@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ckptkit.errors import CheckpointMismatchError
+from ckptkit.units import first_few
 
 _SHOWN = 20
 MANAGER = "CheckpointManager.load"
@@ -60,6 +61,7 @@ class Mismatches:
     shapes: dict[str, list[str]] = field(default_factory=dict)  # shapes, dtypes, others: descriptions
     dtypes: dict[str, list[str]] = field(default_factory=dict)
     others: dict[str, list[str]] = field(default_factory=dict)
+    models: Sequence[str] = ()  # the checkpoint's models, if the training state has none with such a name
 
     def add(self, kind: str, section: str, items: Iterable[str]) -> None:
         """Add mismatches of a kind ("missing", "unexpected" or "shapes") in a section."""
@@ -97,12 +99,20 @@ class Mismatches:
             raise CheckpointMismatchError(
                 f"{url} does not fit the training state; nothing was loaded.\n  "
                 + "\n  ".join(sorted(lines))
+                + (f"\n{_choose(self.models)}" if self.models else "")
                 + (f"\nOptions of {call}: {'; '.join(advice)}." if advice else "")
             )
 
     def everything(self, kind: str) -> list[str]:
         """Return the mismatches of one kind in all sections, as "section.item"."""
         return [f"{section}.{item}" for section, items in getattr(self, kind).items() for item in items]
+
+
+def _choose(models: Sequence[str]) -> str:
+    return (
+        f"The checkpoint contains the models {first_few(models)}. To load one of them, give the live model its name: "
+        f"TrainState(model={{{models[0]!r}: model}})."
+    )
 
 
 def _quoted(item: str) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ckptkit.catalog.entry import Catalog
+from ckptkit.catalog.entry import Catalog, Role
 from ckptkit.catalog.targets import Target
 from ckptkit.checkpoint.load.foreign import Adopted, adopt
 from ckptkit.checkpoint.load.options import LoadOptions
@@ -25,6 +25,7 @@ from ckptkit.checkpoint.state.train_state import TrainState, is_stateful, sectio
 from ckptkit.checkpoint.state.values import JSON
 from ckptkit.errors import CheckpointMismatchError, CorruptCheckpointError, UsageError, command_line
 from ckptkit.formats.dcp.subclasses import SUBCLASSES
+from ckptkit.formats.models import model_names
 from ckptkit.formats.own.manifest import MESHES, PLACEMENTS
 from ckptkit.formats.own.reader import OBJECTS_NAME
 from ckptkit.storage.store import Store
@@ -63,6 +64,7 @@ def plan_load(
         stacked = _mapped_weights(state, catalog)
     if stacked is not None:  # files beside the weights, such as optimizer.pt, are those of the live model
         catalog = replace(stacked.catalog, objects=catalog.objects)
+    weights = catalog
     if not objects:
         adopted = adopt(catalog, store, state, optimizer=options.optimizer == "restore")
     catalog = replace(adopted.catalog, tensors=dict(adopted.catalog.tensors))  # creates each lazy entry only once
@@ -79,6 +81,9 @@ def plan_load(
     _fill_plan(
         Planning(state, adopted.objects, options, rank, world_size, small, not objects, plan, own, adopted.random)
     )
+    if {**plan.mismatches.missing, **plan.mismatches.unexpected}:
+        names = [name for name in model_names(weights.by_role(Role.MODEL).values()) if name]
+        plan.mismatches.models = names if state.parts("model").keys().isdisjoint(names) else ()
     plan.notes += [*adopted.notes, *(stacked.notes if stacked is not None else ())]
     if own.note:
         plan.warnings.append(own.note)

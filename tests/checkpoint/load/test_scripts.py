@@ -424,6 +424,17 @@ def test_a_scheduler_does_not_get_the_state_of_another_that_could_not_be_read(tm
     assert mine.scheduler.last_epoch == 0
 
 
+@DCP_OR_TORCH
+def test_an_error_names_the_models_of_which_one_can_be_loaded(form, tmp_path):
+    theirs = {name: nn.Sequential(nn.Linear(3, 2)) for name in ("actor", "critic")}
+    mine = nn.Sequential(nn.Linear(3, 2))
+    source = save({name: model.state_dict() for name, model in theirs.items()}, form, tmp_path)
+    with pytest.raises(CheckpointMismatchError, match=r"models actor, critic\..* TrainState\(model={'actor': model}\)"):
+        load(TrainState(model=mine), source, tmp_path)
+    load(TrainState(model={"critic": mine}), source, tmp_path)
+    assert states.bits(mine.state_dict()) == states.bits(theirs["critic"].state_dict())
+
+
 def test_of_two_similar_names_an_extra_gets_the_value_of_its_own(tmp_path):
     state = plain(extra={"lr_best": 0.0})
     resume(state, {**script(), "lr.best": 1.0, "lr_best": 2.0}, "torch", tmp_path)
