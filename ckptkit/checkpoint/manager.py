@@ -31,7 +31,7 @@ from ckptkit.checkpoint.save.saver import Prepared, Saver, SaveRequest
 from ckptkit.checkpoint.save.staging import StagingBuffers, stand_ins
 from ckptkit.checkpoint.state.train_state import StateDictType, TrainState, check_state
 from ckptkit.errors import CkptkitError, SaveError, UsageError
-from ckptkit.formats.own.record import CommitRecord
+from ckptkit.formats.own.record import CommitRecord, step_of_name
 from ckptkit.storage.lock import obstacle
 from ckptkit.storage.open import open_store
 from ckptkit.storage.retry import BACKGROUND_S, Patience, timeout_s
@@ -352,7 +352,7 @@ class CheckpointManager:
         """Save `state` and return True if any rank has received one of the `on_signal` signals.
 
         If it returns True, end the job. All ranks must call it between two steps. Call it after the regular save of the
-        step, because it does not save a step that this manager has already saved. It waits for a running save.
+        step, because it does not save a step that this manager has saved or resumed from. It waits for a running save.
 
         Raises:
             UsageError: The manager was created without `on_signal`.
@@ -367,7 +367,7 @@ class CheckpointManager:
             self._settle()
         except SaveError as error:
             _log.error("the save that was running when the signal arrived failed; saving step %d now: %s", step, error)
-        if self._last_saved != step:
+        if step not in (self._last_saved, step_of_name(self.resumed_from or "")):
             self.save(step, state, metrics=metrics or {}, client_state=client_state)
         return True
 

@@ -59,6 +59,17 @@ def test_a_signal_after_a_failed_background_save_saves(tmp_path, monkeypatch):
     interrupted_save(tmp_path)
 
 
+def test_a_signal_at_the_step_that_the_job_resumed_from_needs_no_save(tmp_path):
+    for step in (1, 2):
+        states.save(tmp_path, linear(step), step)
+    for step in (1, 3):
+        with CheckpointManager(tmp_path, on_signal="save") as manager:
+            manager.load(state := linear(), 1)
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert manager.save_on_signal(step, state)
+    assert steps(tmp_path) == [1, 2, 3]
+
+
 @pytest.mark.parametrize("times", [1, 2])
 def test_a_signal_during_a_load_is_handled_later(tmp_path, monkeypatch, times):
     states.save(tmp_path, linear(1))
