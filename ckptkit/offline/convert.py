@@ -198,7 +198,7 @@ def _with_base(
             "contain the original ones. If it contains the changed ones, remove that setting from a copy of "
             "adapter_config.json and pass it with --adapter-config; otherwise merge with PEFT."
         )
-    weights = choose_weights(with_tied_names(base.catalog), options.weights, dtype=options.dtype)
+    weights = choose_weights(base.store, with_tied_names(base.catalog), options.weights, dtype=options.dtype)
     # The adapter contains the modules that PEFT trained in full (modules_to_save, biases) under the base model's names.
     trained = {base_name(name) for name in adapter}
     kept = [replace(entry, fqn=name, role=Role.MODEL) for name, entry in weights.entries.items() if name not in trained]
@@ -317,7 +317,7 @@ def choose(
     if options.merge_adapter:
         raise UsageError(f"--merge-adapter is for Hugging Face exports; --to {to} keeps adapters unchanged.")
     config = known.config if known is not None else None
-    tensors, dropped, notes = export_tensors(source.catalog, options=options, config=config)
+    tensors, dropped, notes = export_tensors(source.store, source.catalog, options=options, config=config)
     own = beside_source(source.store, source.catalog, options.strip_prefix)
     side = known.over(own) if known is not None else own
     if options.vocabulary is not None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Set
 from dataclasses import replace
 from typing import Any
 
-from ckptkit.catalog.entry import Catalog, Role, TensorEntry, same_by_record
+from ckptkit.catalog.entry import Catalog, Role, TensorEntry
 from ckptkit.errors import CheckpointMismatchError, CheckpointNotFoundError, UnsupportedFormatError, UsageError
 from ckptkit.formats.models import (
     averages_of,
@@ -16,17 +16,18 @@ from ckptkit.formats.models import (
     place_of,
     weights_beside_averages,
 )
-from ckptkit.offline.export.tied import tied_pairs
+from ckptkit.offline.export.tied import same_values, tied_pairs
+from ckptkit.storage.store import Store
 from ckptkit.units import counted, first_few
 
 _WRAPPERS = 3  # maximum number of name components between the prefix and the model's names: "module.", "shadow."
 
 
-def averaged(catalog: Catalog, prefix: str = "") -> tuple[dict[str, TensorEntry], tuple[str, ...]]:
+def averaged(store: Store, catalog: Catalog, prefix: str = "") -> tuple[dict[str, TensorEntry], tuple[str, ...]]:
     """Return the averaged weights, keyed by FQN, and notes for the user.
 
     Tensors without an average (integers, buffers, frozen parameters) come from the model. If there are several models,
-    this is the one whose names start with `prefix`.
+    this is the one whose names start with `prefix`. Reads tensors only to find out whether two weights are tied.
 
     Raises:
         CheckpointNotFoundError: There is no EMA.
@@ -54,7 +55,7 @@ def averaged(catalog: Catalog, prefix: str = "") -> tuple[dict[str, TensorEntry]
     others = {name for name in model_names(every.values()) if own and not dotted.startswith(f"{name}.")} - {""}
     if names_average_of(front, others):
         raise CheckpointMismatchError(f"--weights ema: {front!r} is the average of another model than {prefix!r}.")
-    tensors, notes = _named(catalog, front, found, own or every, every, others)
+    tensors, notes = _named(store, catalog, front, found, own or every, every, others)
     if own and not names_average_of(front, {dotted[:-1]}) and not any(dotted in name for name in found):
         fits = [other for other in sorted(others) if _alike(tensors, every, dotted, f"{other}.")]
         if fits:
@@ -70,6 +71,7 @@ def _alike(tensors: Mapping[str, TensorEntry], every: Mapping[str, TensorEntry],
 
 
 def _named(
+    store: Store,
     catalog: Catalog,
     front: str,
     found: Mapping[str, TensorEntry],
@@ -116,7 +118,7 @@ def _named(
             f"--weights ema: {name!r} has shape {list(chosen[name].shape)} in {front!r}, but "
             f"{list(model[name].shape)} in the model."
         )
-    chosen |= _of_tied(model, chosen)
+    chosen |= _of_tied(store, model, chosen)
     missing = [name for name in model if name not in chosen]
     holder = catalog.objects.get(front.removesuffix("."))
     values = tuple(_inline_names(holder.value)) if holder is not None and holder.encoding == "value" else ()
@@ -129,21 +131,23 @@ def _named(
     notes = [f"the EMA was found under {front.removesuffix('.')}"]
     if missing:
         notes.append(
-            f"{counted(len(missing), 'tensor', 'have')} no average (buffers, frozen parameters): "
+            f"{counted(len(missing), 'tensor', 'have')} no average (such as buffers and frozen parameters): "
             f"the model's are used: {first_few(missing, 3)}"
         )
     ordered = {name: chosen.get(name, entry) for name, entry in model.items()} if model else chosen
     return ordered, tuple(notes)
 
 
-def _of_tied(model: Mapping[str, TensorEntry], chosen: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
+def _of_tied(
+    store: Store, model: Mapping[str, TensorEntry], chosen: Mapping[str, TensorEntry]
+) -> dict[str, TensorEntry]:
     """Return the averages of the weights whose average is stored under the other name of a tied weight."""
     pairs = dict(tied_pairs({name: entry.shape for name, entry in model.items()}))
     places = {place_of(entry): name for name, entry in model.items() if name in chosen and len(entry.slices)}
     found = {}
     for name in (name for name in model if name not in chosen):
         other = places.get(place_of(model[name])) or pairs.get(name, "")
-        if other in chosen and same_by_record(model[name], model[other]):
+        if other in chosen and same_values(store, model[name], model[other]):
             found[name] = replace(chosen[other], fqn=name)
     return found
 

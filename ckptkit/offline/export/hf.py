@@ -128,7 +128,7 @@ def plan_export(
     options = options or ExportOptions()
     own = own or beside_source(store, catalog, options.strip_prefix)
     in_parts = options.dtype == "keep" and not options.quantize and not options.merge_adapter
-    draft = _draft(catalog, base.over(own) if base is not None else own, options, in_parts=in_parts)
+    draft = _draft(store, catalog, base.over(own) if base is not None else own, options, in_parts=in_parts)
     draft.notes += (*draft.options.notes, *draft.base.notes)
     quantized = _dequantized(draft)
     split = _split_adapter(draft.targets, mapped=draft.options.key_map is not None)
@@ -167,7 +167,7 @@ def _prefix_left(names: Iterable[str], catalog: Catalog) -> list[str]:
 
 
 def export_tensors(
-    catalog: Catalog, *, options: ExportOptions, config: Mapping[str, Any] | None = None
+    store: Store, catalog: Catalog, *, options: ExportOptions, config: Mapping[str, Any] | None = None
 ) -> tuple[dict[str, OutputTensor], dict[str, str], tuple[str, ...]]:
     """Return the tensors for formats other than `hf`, the omitted tensors (each with the reason), and notes.
 
@@ -176,7 +176,7 @@ def export_tensors(
     """
     own = catalog.info.extra.get("config")
     base = BaseModel("", config or (own if isinstance(own, Mapping) else None))
-    draft = _draft(catalog, base, options, in_parts=False)
+    draft = _draft(store, catalog, base, options, in_parts=False)
     quantized = _dequantized(draft)
     if options.key_map is not None:
         _map_names(draft)
@@ -187,10 +187,10 @@ def export_tensors(
     return tensors, draft.dropped, tuple(draft.notes)
 
 
-def _draft(catalog: Catalog, base: BaseModel, options: ExportOptions, *, in_parts: bool) -> _Draft:
+def _draft(store: Store, catalog: Catalog, base: BaseModel, options: ExportOptions, *, in_parts: bool) -> _Draft:
     if base.wanted and (recipes := recipes_of(catalog)) and in_parts:
         base = replace(base, wanted=_wanted_in_parts(base.wanted, recipes))
-    chosen = select_targets(catalog, options, wanted=base.wanted, in_parts=in_parts)
+    chosen = select_targets(store, catalog, options, wanted=base.wanted, in_parts=in_parts)
     return _Draft(
         catalog, base, options, chosen.targets, chosen.dropped, list(chosen.notes), weights=chosen.weights,
         lower_bits=chosen.lower_bits,

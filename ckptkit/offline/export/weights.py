@@ -19,6 +19,7 @@ from ckptkit.formats.models import masters_of, model_names
 from ckptkit.formats.parameter_names import with_named_masters
 from ckptkit.formats.training_state import read_training_state
 from ckptkit.keymaps.wrappers import strip_infixes, strip_prefix
+from ckptkit.storage.store import Store
 from ckptkit.units import counted, first_few
 
 if TYPE_CHECKING:
@@ -104,7 +105,7 @@ class Weights:
 
 
 def select_targets(
-    catalog: Catalog, options: ExportOptions, *, wanted: Collection[str] = (), in_parts: bool = False
+    store: Store, catalog: Catalog, options: ExportOptions, *, wanted: Collection[str] = (), in_parts: bool = False
 ) -> Selection:
     """Return the tensors that the options select, under names without the prefixes of wrappers or `strip_prefix`.
 
@@ -117,7 +118,7 @@ def select_targets(
     """
     lower = _lower_bits(catalog, options.weights, options.dtype)
     chosen = choose_weights(
-        catalog, "model" if lower else options.weights, dtype=options.dtype, prefix=options.strip_prefix or ""
+        store, catalog, "model" if lower else options.weights, dtype=options.dtype, prefix=options.strip_prefix or ""
     )
     found = Selection("master" if lower else chosen.weights, notes=list(chosen.notes), lower_bits=lower)
     names = unwrapped = strip_infixes(chosen.entries)
@@ -274,7 +275,12 @@ def matches(patterns: tuple[str, ...], *names: str) -> bool:
 
 
 def choose_weights(
-    catalog: Catalog, weights: Literal["auto", "model", "master", "ema"], *, dtype: str = "keep", prefix: str = ""
+    store: Store,
+    catalog: Catalog,
+    weights: Literal["auto", "model", "master", "ema"],
+    *,
+    dtype: str = "keep",
+    prefix: str = "",
 ) -> Weights:
     """Return the requested weights. `prefix`: the model whose EMA is requested, if there are several models.
 
@@ -285,7 +291,7 @@ def choose_weights(
     if weights == "ema":
         from ckptkit.offline.export.ema import averaged
 
-        entries, said = averaged(catalog, prefix)
+        entries, said = averaged(store, catalog, prefix)
         return Weights(entries, "ema", said)
     model = catalog.by_role(Role.MODEL)
     if weights == "model" or (weights == "auto" and model and not _rounded(catalog, dtype)):

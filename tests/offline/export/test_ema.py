@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 from ckptkit import TrainState
 from ckptkit.errors import CheckpointMismatchError, CheckpointNotFoundError, UnsupportedFormatError, UsageError
@@ -145,13 +146,15 @@ def test_an_average_of_another_model_is_refused(tmp_path, content, error, said):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("kind", ["sharded", "full", "local", "torch"])
+@pytest.mark.parametrize("kind", ["sharded", "full", "local", "torch", "dcp"])
 def test_tied_weights_share_the_average_that_is_stored_under_one_of_their_names(tmp_path, kind):
     net = torch.nn.ModuleDict({"shared": torch.nn.Embedding(30, 20), "lm_head": torch.nn.Linear(20, 30, bias=False)})
     net["lm_head"].weight = net["shared"].weight
     ema = {name: parameter.detach() + 1 for name, parameter in net.named_parameters()}  # one name
     if kind == "torch":
         torch.save({"model": net.state_dict(), "ema": ema}, tmp_path / "run")
+    elif kind == "dcp":
+        dcp.save({"model": net.state_dict(), "ema": ema}, checkpoint_id=tmp_path / "run", no_dist=True)
     else:
         save(tmp_path / "run", TrainState(model=net, extra={"ema": ema}), state_dict_type=kind)
     assert_same(exported(tmp_path / "run").tensors, dict.fromkeys(net.state_dict(), ema["shared.weight"]))

@@ -102,7 +102,7 @@ def test_names_are_cleaned_and_what_is_left_out_is_reported(tmp_path, source, ba
     assert found.names == names
     assert dict(found.export.leftovers) == leftovers
     if base is None and not options:
-        told, dropped, _ = export_tensors(found.catalog, options=ExportOptions())
+        told, dropped, _ = export_tensors(found.store, found.catalog, options=ExportOptions())
         assert (set(told), set(dropped)) == (names, set(leftovers))
 
 
