@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
     import torch
 
 _OF_RANKS = ("rank-files", "verl", "lightrft", "accelerate", "deepspeed")  # formats with one file per rank
-_SAMPLES = 8
+_SAMPLES, _CANDIDATES = 8, 32
 _DIGITS = re.compile(r"\d+")
 _PEFT_ROOT, _ORIGINAL = "base_model.model.", ".original_module."
 # PEFT's files, or the base model's, omit these parts of a PEFT model's names.
@@ -217,12 +218,13 @@ def _renaming(
     unwrapped: Callable[[str], str] = without_infixes if len(shorter) == len(saved) else str
     saved = {unwrapped(fqn) for fqn in saved}
     best, hits = ("", ""), len(saved & live)  # best: (removed prefix, added prefix)
-    candidates: set[tuple[str, str]] = set()
+    votes: Counter[tuple[str, str]] = Counter()  # how many samples each candidate fits
     for fqn in _samples(saved):
-        candidates |= {("", name[: -len(fqn)]) for name in live if name.endswith(f".{fqn}")}
+        votes.update(("", name[: -len(fqn)]) for name in live if name.endswith(f".{fqn}"))
     for fqn in _samples(live):
-        candidates |= {(name[: -len(fqn)], "") for name in saved if name.endswith(f".{fqn}")}
-    for drop, add in sorted(candidates):  # in the same order on every rank
+        votes.update((name[: -len(fqn)], "") for name in saved if name.endswith(f".{fqn}"))
+    # In the same order on every rank. A short name, such as "weight", may be the end of every other name.
+    for drop, add in sorted(sorted(votes, key=lambda pair: (-votes[pair], pair))[:_CANDIDATES]):
         fit = sum(1 for fqn in saved if fqn.startswith(drop) and add + fqn[len(drop) :] in live)
         if fit > hits:
             best, hits = (drop, add), fit
@@ -259,7 +261,9 @@ def _samples(names: Collection[str]) -> list[str]:
     kinds: dict[str, str] = {}
     for name in sorted(names, key=lambda name: (-len(name), name)):
         kinds.setdefault(_DIGITS.sub("0", name), name)
-    return list(kinds.values())[:_SAMPLES]
+        if len(kinds) == _SAMPLES:
+            break
+    return list(kinds.values())
 
 
 def _in_order(models: Sequence[str]) -> Callable[[str], str]:
