@@ -501,6 +501,7 @@ class CheckpointManager:
         if handle is not None:
             if not isinstance(error, Exception):  # Ctrl-C
                 handle.hurry()
+                self._hold.hurry()
             failure = _outcome(handle)
             if failure is not None:
                 report_failure(handle.step, failure)

@@ -193,9 +193,13 @@ class Lease:
                 self._write(self._state)
                 self._renewed = started
 
+    def hurry(self) -> None:
+        """End the waits of renewals and of `end_attempt` for an unreachable store."""
+        self._patience.hurry()
+
     def release(self) -> None:
         """Release the lease, so that the next writer need not wait for its expiry. Never raises."""
-        self._patience.hurry()  # a renewal may be waiting for an unreachable store
+        self.hurry()
         with Patience(min(BRIEF_S, timeout_s())).entered(), self._lock:
             if self._stop.is_set():
                 return

@@ -222,7 +222,8 @@ def test_a_background_save_waits_longer_for_a_restart_than_other_calls(proxy, fa
 
 
 def test_ctrl_c_ends_a_job_whose_save_waits_for_an_unreachable_store(proxy, far, monkeypatch):
-    for name in ("storage.retry.BACKGROUND_S", "storage.retry.WAIT_MAX_S", "checkpoint.manager.BACKGROUND_S"):
+    names = ("retry.BACKGROUND_S", "retry.WAIT_MAX_S", "retry.TIMEOUT_S", "lock.TTL_S")
+    for name in (*(f"storage.{name}" for name in names), "checkpoint.manager.BACKGROUND_S"):
         monkeypatch.setattr(f"ckptkit.{name}", LONG_S)
     with pytest.raises(KeyboardInterrupt), far.manager() as manager:
         manager.save(1, state_of(1))
