@@ -194,7 +194,6 @@ NIGHT: dict[str, int] = {
     "tests/formats/dcp/test_fill.py": 4,
     "tests/formats/dcp/test_torch_api.py": 40,
     "tests/formats/test_interop.py": 4,
-    "tests/formats/test_dcp_remote.py": 0,
     # Documents, examples and the browser.
     "tests/docs/test_code_blocks.py::test_commands_run_and_print_what_the_page_shows": 12,
     "tests/docs/test_code_blocks.py::test_python_blocks_run": 12,

@@ -40,20 +40,15 @@ EXACT_NANS = [("float16", "float32"), ("float32", "float16"), ("bfloat16", "floa
 @pytest.mark.parametrize("source", FLOATS)
 @pytest.mark.parametrize("target", FLOATS)
 def test_a_cast_rounds_every_number_as_torch_does_and_a_nan_stays_a_nan(source, target):
-    ours, _, torchs, _ = both(source, target)
+    ours, before, torchs, counted = both(source, target)
     made, nan = torch.from_numpy(ours).view(torchs.dtype), torchs.isnan()
     assert torch.equal(made.isnan(), nan)
     unit = {2: torch.int16, 4: torch.int32, 8: torch.int64}[SIZES[target]]
     same = made.view(unit) == torchs.view(unit)
     assert same[~nan].all() and (same.all() or (source, target) not in EXACT_NANS)
-
-
-@pytest.mark.parametrize("source", FLOATS)
-@pytest.mark.parametrize("target", FLOATS)
-def test_finite_numbers_that_become_infinite_are_counted(source, target):
-    _, before, after, counted = both(source, target)
-    assert counted == int((before.isfinite() & after.isinf()).sum())
-    assert (counted > 0) == (torch.finfo(before.dtype).max > torch.finfo(after.dtype).max)
+    # Finite numbers that become infinite are counted.
+    assert counted == int((before.isfinite() & torchs.isinf()).sum())
+    assert (counted > 0) == (torch.finfo(before.dtype).max > torch.finfo(torchs.dtype).max)
 
 
 def test_a_nan_in_bfloat16_has_the_bits_of_c10():
@@ -71,7 +66,4 @@ def test_only_plain_floats_are_cast(pair):
 def test_every_code_of_8_bits_has_the_value_that_torch_gives_it(dtype):
     every = np.arange(256, dtype=np.uint8)
     expected = torch.from_numpy(every.copy()).view(getattr(torch, f"float8_{dtype}")).float()
-    assert torch.equal(
-        torch.nan_to_num(torch.from_numpy(float_values(every, f"float8_{dtype}")), nan=-7.7),
-        torch.nan_to_num(expected, nan=-7.7),
-    )
+    assert np.array_equal(float_values(every, f"float8_{dtype}"), expected.numpy(), equal_nan=True)

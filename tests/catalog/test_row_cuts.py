@@ -1,15 +1,16 @@
-"""Row cuts: found for exactly the tensors that are sharded by consecutive rows; all others get the full check."""
+"""Row cuts are found for exactly the tensors that are sharded by consecutive rows; pieces of a box in any tensor."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckptkit.catalog import tiles
 from ckptkit.catalog.box import Box
 from ckptkit.catalog.entry import TensorEntry
 from ckptkit.catalog.tiles import RowCuts, check_coverage
 from ckptkit.catalog.tiles import row_cuts as cuts_of
 from ckptkit.errors import CorruptCheckpointError, IncompleteCheckpointError
-from tests.catalog.boxes import columns, tensor_of
+from tests.catalog.boxes import boxes_in, columns, partitions, shapes, tensor_of
 
 
 def entry(shape: tuple[int, ...], *boxes: tuple[tuple[int, ...], tuple[int, ...]], name: str = "w") -> TensorEntry:
@@ -22,12 +23,9 @@ def row_cuts(entries: list[TensorEntry]) -> RowCuts:
 
 ROWS = entry((5, 3), ((0, 0), (2, 3)), ((2, 0), (3, 3)))
 CUT = {
-    "rows": ROWS,
-    "the whole": entry((4,), ((0,), (4,))),
-    "an empty part": entry((2,), ((0,), (2,)), ((2,), (0,))),
-    "no elements": entry((0, 7)),
-    "a scalar": entry((), ((), ())),
-}
+    "rows": ROWS, "the whole": entry((4,), ((0,), (4,))), "an empty part": entry((2,), ((0,), (2,)), ((2,), (0,))),
+    "no elements": entry((0, 7)), "a scalar": entry((), ((), ())),
+}  # fmt: skip
 NOT_CUT = {
     "columns": entry((2, 4), ((0, 0), (2, 2)), ((0, 2), (2, 2))),
     "a gap": entry((5,), ((0,), (2,)), ((3,), (2,))),
@@ -67,3 +65,26 @@ def test_every_row_cut_tensor_is_covered(slices, height, width):
         tensor.check_coverage()
         rows = [row for a, n in slices for row in range(a, a + n)]
         assert rows == list(range(height))
+
+
+cases = shapes.flatmap(
+    lambda shape: st.tuples(st.just(shape), partitions(shape), st.lists(boxes_in(shape), min_size=1, max_size=4))
+)
+
+
+@given(cases)
+def test_the_interval_search_finds_the_same_pieces_as_comparing_all_pairs(case):
+    shape, parts, wanted = case
+    if not shape:
+        return
+    starts, sizes = columns(parts, len(shape))
+    lo, extent = columns(wanted, len(shape))
+    split = tiles._splitting_dim(starts, starts + sizes)
+    if split is None:
+        return
+    boxes, rows = tiles._by_intervals(*split, lo[:, split[0]], (lo + extent)[:, split[0]])
+    candidates = set(zip(boxes.tolist(), rows.tolist(), strict=True))
+    overlapping = {
+        (i, j) for i, box in enumerate(wanted) for j, part in enumerate(parts) if box.intersect(part) is not None
+    }
+    assert overlapping <= candidates

@@ -9,7 +9,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from ckptkit import DCPReader, DCPWriter
+from ckptkit import DCPLoadPlanner, DCPReader, DCPSavePlanner, DCPWriter
 from tests.formats.interop_cases import BYTES, NUMBERS, blank, of_dtype, same
 
 LAYOUTS = {
@@ -49,16 +49,18 @@ def state(layout: str) -> dict[str, Any]:
 
 
 def save(place: Any, made: dict[str, Any], planner: Any = None, **options: Any) -> Any:
-    """Save with `dcp.save` and our writer, or the given one."""
+    """Save with `dcp.save` and our writer, or the given one; `planner=True` is ours, False that of torch."""
     writer = place if isinstance(place, dcp.StorageWriter) else DCPWriter(place, sync=False)
     options.setdefault("no_dist", not dist.is_initialized())
+    planner = DCPSavePlanner() if planner is True else planner or None
     return dcp.save(made, storage_writer=writer, planner=planner, **options)
 
 
 def load(place: Any, target: dict[str, Any], planner: Any = None, **options: Any) -> dict[str, Any]:
-    """Fill a state in place with `dcp.load` and our reader, or the given one."""
+    """Fill a state in place with `dcp.load` and our reader, or the given one, and a planner as in `save`."""
     reader = place if isinstance(place, dcp.StorageReader) else DCPReader(place)
     options.setdefault("no_dist", not dist.is_initialized())
+    planner = DCPLoadPlanner() if planner is True else planner or None
     dcp.load(target, storage_reader=reader, planner=planner, **options)
     return target
 

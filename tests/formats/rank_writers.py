@@ -1,6 +1,8 @@
 """Checkpoints written by real ranks: each function runs on every rank of the pool and returns the whole tensors."""
 
+import itertools
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +12,8 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import (
-    FullStateDictConfig,
-    ShardedStateDictConfig,
-    ShardingStrategy,
-    StateDictType,
-    fully_shard,
-)
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.fsdp import ShardingStrategy, StateDictType, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from tests import dtensors
@@ -33,12 +28,13 @@ def net(*, tied: bool = False, dtype: torch.dtype = torch.float32) -> TinyLM:
     return model
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    for step in range(2):
-        torch.manual_seed(step)
+def train(model: nn.Module, step: Callable[[], object]) -> None:
+    """Make two steps of an optimizer, with fixed batches."""
+    for seed in range(2):
+        torch.manual_seed(seed)
         model(torch.randint(0, 11, (2, 3))).float().square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        step()
+        model.zero_grad()
 
 
 def whole(tensors: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -80,32 +76,20 @@ def _wrapped(model: TinyLM, mesh: Any) -> TinyLM:
     return fully_shard(model, mesh=mesh)
 
 
+def save_rank(out: str, **values: Any) -> None:
+    """Save each value under the name that verl gives to the file of this rank."""
+    for name, value in values.items():
+        torch.save(value, f"{out}/{name}_world_size_{dist.get_world_size()}_rank_{dist.get_rank()}.pt")
+
+
 def write_verl(out: str, kind: str, tied: bool, dtype: torch.dtype, trained: int) -> dict[str, Any]:
-    rank, world = dist.get_rank(), dist.get_world_size()
     model = sharded(kind, tied=tied, dtype=dtype)
     optimizer = torch.optim.AdamW(decay_groups(model) if kind != "hsdp" else model.parameters(), foreach=False)
     for _ in range(trained):
-        train(model, optimizer)
+        train(model, optimizer.step)
     state = model.state_dict()
-    torch.save(state, f"{out}/model_world_size_{world}_rank_{rank}.pt")
-    torch.save(optimizer.state_dict(), f"{out}/optim_world_size_{world}_rank_{rank}.pt")
-    torch.save({"lr_scheduler": None, "rng": {}}, f"{out}/extra_state_world_size_{world}_rank_{rank}.pt")
+    save_rank(out, model=state, optim=optimizer.state_dict(), extra_state={"lr_scheduler": None, "rng": {}})
     return {"model": whole(state), "moments": moments(model, optimizer)}
-
-
-def numbered(shape: tuple[int, ...]) -> torch.Tensor:
-    return torch.arange(torch.Size(shape).numel(), dtype=torch.float32).reshape(shape)
-
-
-def write_parts(out: str, mesh_shape: tuple[int, ...], tensors: dict[str, Any]) -> None:
-    """Write rank files of single tensors with placements: name -> (shape, placements)."""
-    mesh = init_device_mesh("cpu", mesh_shape)
-    state = {}
-    for name, (shape, placements) in tensors.items():
-        kinds = [Replicate() if p is None else Shard(p) for p in placements]
-        state[name] = distribute_tensor(numbered(shape), mesh, kinds)
-    world = dist.get_world_size()
-    torch.save(state, f"{out}/model_world_size_{world}_rank_{dist.get_rank()}.pt")
 
 
 def write_lightrft(out: str, lr: float = 1e-3) -> dict[str, Any]:
@@ -116,21 +100,18 @@ def write_lightrft(out: str, lr: float = 1e-3) -> dict[str, Any]:
     _wrapped(model, init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("fsdp",)))
     groups = decay_groups(model)
     masters = [[p.detach().float() for p in group["params"]] for group in groups]
-    pairs = [
-        pair for group, flat in zip(groups, masters, strict=True) for pair in zip(group["params"], flat, strict=True)
-    ]
-    base = torch.optim.AdamW(
-        [{**group, "params": flat} for group, flat in zip(groups, masters, strict=True)], lr, foreach=False
-    )
-    for step in range(2):
-        torch.manual_seed(step)
-        model(torch.randint(0, 11, (2, 3))).float().square().mean().backward()
+    pairs = list(zip((p for group in groups for p in group["params"]), itertools.chain(*masters), strict=True))
+    both = [{**group, "params": flat} for group, flat in zip(groups, masters, strict=True)]
+    base = torch.optim.AdamW(both, lr, foreach=False)
+
+    def step() -> None:
         for parameter, master in pairs:
             master.grad = parameter.grad.float()
         base.step()
         for parameter, master in pairs:
             parameter.data.copy_(master.data)
-            parameter.grad = None
+
+    train(model, step)
     state = get_model_state_dict(model)
     dcp.save(state, checkpoint_id=out)
     Path(out, "optim_states").mkdir(exist_ok=True)
@@ -153,7 +134,7 @@ def write_dcp(out: str, layout: str) -> dict[str, Any]:
     """Write a model and its optimizer in the layout of Oumi or Lightning Fabric."""
     model = sharded("1d")
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
-    train(model, optimizer)
+    train(model, optimizer.step)
     state, optim = get_model_state_dict(model), get_optimizer_state_dict(model, optimizer)
     if layout == "oumi":
         dcp.save(state, checkpoint_id=f"{out}/model")
@@ -194,8 +175,7 @@ def _gathered_pieces(
 def write_verl_fsdp1(out: str, use_orig_params: bool, replicas: int) -> dict[str, Any]:
     """Write verl under FSDP1: ShardedTensors (DTensors with several replicas), and an optimizer with each rank's part
     of flat parameters."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    options: dict[str, Any] = {}
+    world, options = dist.get_world_size(), dict[str, Any]()
     if replicas > 1:
         options["device_mesh"] = init_device_mesh("cpu", (replicas, world // replicas), mesh_dim_names=("ddp", "fsdp"))
         options["sharding_strategy"] = ShardingStrategy.HYBRID_SHARD
@@ -206,32 +186,17 @@ def write_verl_fsdp1(out: str, use_orig_params: bool, replicas: int) -> dict[str
         vectors = [p for p in groups if all(p is not matrix for matrix in matrices)]
         groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, foreach=False)
-    train(wrapped, optimizer)
-    with FSDP.state_dict_type(wrapped, StateDictType.FULL_STATE_DICT, FullStateDictConfig()):
+    train(wrapped, optimizer.step)
+    with FSDP.state_dict_type(wrapped, StateDictType.FULL_STATE_DICT):
         expected = whole(wrapped.state_dict())
         if use_orig_params:
             # Not full_optim_state_dict: with use_orig_params torch 2.13 returns exp_avg_sq under the name exp_avg.
             full = _gathered_pieces(wrapped, optimizer, expected, world // replicas)
         else:
             full = FSDP.full_optim_state_dict(wrapped, optimizer, rank0_only=False)["state"]
-    with FSDP.state_dict_type(wrapped, StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig()):
-        torch.save(wrapped.state_dict(), f"{out}/model_world_size_{world}_rank_{rank}.pt")
-        torch.save(optimizer.state_dict(), f"{out}/optim_world_size_{world}_rank_{rank}.pt")
+    with FSDP.state_dict_type(wrapped, StateDictType.SHARDED_STATE_DICT):
+        save_rank(out, model=wrapped.state_dict(), optim=optimizer.state_dict())
     return {"model": expected, "moments": {name: state["exp_avg"].clone() for name, state in full.items()}}
-
-
-def write_accelerate(out: str) -> list[dict[str, torch.Tensor]]:
-    """Write the rank files of two models under the names of accelerate; return the weights of both."""
-    found = []
-    for index in range(2):
-        model = sharded("1d", tied=index == 1)
-        optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
-        train(model, optimizer)
-        state, rank = get_model_state_dict(model), dist.get_rank()
-        torch.save(state, f"{out}/pytorch_model_fsdp_{index}_rank{rank}.bin")
-        torch.save(get_optimizer_state_dict(model, optimizer), f"{out}/optimizer_{index}_rank{rank}.bin")
-        found.append(whole(state))
-    return found
 
 
 def write_fsdp1_local(out: str, use_orig_params: bool, with_optimizer: bool, frozen: bool = False) -> dict[str, Any]:
@@ -241,7 +206,7 @@ def write_fsdp1_local(out: str, use_orig_params: bool, with_optimizer: bool, fro
     expected = whole(model.state_dict())
     wrapped = _fsdp1(model, use_orig_params=use_orig_params)
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.0, momentum=0.9)
-    train(wrapped, optimizer)
+    train(wrapped, optimizer.step)
     with FSDP.state_dict_type(wrapped, StateDictType.LOCAL_STATE_DICT):
         torch.save(wrapped.state_dict(), f"{out}/pytorch_model_fsdp_rank{dist.get_rank()}.bin")
         if with_optimizer:

@@ -4,7 +4,6 @@ import itertools
 import threading
 import zlib
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import numpy as np
 import xxhash
@@ -14,24 +13,9 @@ from hypothesis import strategies as st
 from ckptkit import digests
 from ckptkit.digests import NAMES
 from ckptkit.formats.checks import Crcs, RecordTable, Verifier
-from tests.patches import after
+from tests.patches import after, before
 
 PIECES = (b"first piece", b"second piece")
-
-
-class SlowCrc:
-    """A CRC-32 whose first call waits until another thread has started one, or for a short time."""
-
-    def __init__(self) -> None:
-        self.began, self.others = threading.Event(), threading.Event()
-
-    def __call__(self, data: Any, value: int = 0) -> int:
-        if self.began.is_set():
-            self.others.set()
-        else:
-            self.began.set()
-            self.others.wait(0.3)
-        return zlib.crc32(data, value)
 
 
 def verifier_of(data: bytes, digest: int, algorithm: str = "crc32") -> Verifier:
@@ -40,22 +24,16 @@ def verifier_of(data: bytes, digest: int, algorithm: str = "crc32") -> Verifier:
     return Verifier(table, lambda record: f"model.safetensors: tensor {record}")
 
 
-def feed_side_by_side(verifier: Verifier, slow: SlowCrc, pieces: tuple[bytes, ...]) -> list[BaseException]:
-    """Feed each piece from its own thread; the second arrives while the first is hashed. Return their errors."""
-    with ThreadPoolExecutor(len(pieces)) as threads:
-        calls, start = [], 0
-        for piece in pieces:
-            calls.append(threads.submit(verifier.feed, 0, start, memoryview(piece)))
-            assert slow.began.wait(10)
-            start += len(piece)
-        return [error for call in calls if (error := call.exception())]
+def feed(verifier: Verifier, piece: bytes) -> None:
+    verifier.feed(0, b"".join(PIECES).index(piece), memoryview(piece))
 
 
 def test_adjacent_pieces_of_two_threads_are_hashed_in_parallel_and_joined(monkeypatch):
-    monkeypatch.setattr(digests, "crc32", slow := SlowCrc())
+    both = threading.Barrier(2)
+    before(monkeypatch, digests, "crc32", lambda *_: both.wait(30))  # until the other thread hashes, too
     verifier = verifier_of(b"".join(PIECES), zlib.crc32(b"".join(PIECES)))
-    assert not feed_side_by_side(verifier, slow, PIECES)
-    assert slow.others.is_set()
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(feed, [verifier] * 2, PIECES))
     assert verifier.proved.tolist() == [True]
 
 
@@ -64,7 +42,7 @@ def test_a_piece_read_twice_is_not_damage(monkeypatch):
     after(monkeypatch, Crcs, "end", lambda _, crcs, first, stop, value: end(crcs, first, stop, value))
     verifier = verifier_of(b"".join(PIECES), zlib.crc32(b"".join(PIECES)))
     for piece in PIECES:
-        verifier.feed(0, b"".join(PIECES).index(piece), memoryview(piece))
+        feed(verifier, piece)
     assert verifier.proved.tolist() == [True]
 
 
@@ -86,6 +64,6 @@ def test_a_sequential_digest_is_proved_only_by_pieces_in_order():
     for order, proved in ((PIECES, True), (PIECES[::-1], False)):
         verifier = verifier_of(content, xxhash.xxh3_64_intdigest(content), "xxh3_64")
         for piece in order:
-            verifier.feed(0, content.index(piece), memoryview(piece))
+            feed(verifier, piece)
         assert verifier.proved.tolist() == [proved]
         assert verifier.unproved().tolist() == ([] if proved else [0])

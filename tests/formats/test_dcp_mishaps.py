@@ -46,11 +46,10 @@ def test_the_second_of_two_concurrent_writers_is_refused_and_the_first_loads(tmp
 
 
 def test_a_process_can_hold_a_directory_twice_and_releases_it_with_the_last(tmp_path):
-    first, second = HeldDirectory(str(tmp_path / "c")), HeldDirectory(str(tmp_path / "c"))
-    first.release()
-    assert run_ranks(held, 1, str(tmp_path / "c")) == ["LeaseHeldError"]
-    second.release()
-    assert run_ranks(held, 1, str(tmp_path / "c")) == ["free"]
+    holders = [HeldDirectory(str(tmp_path / "c")) for _ in range(2)]
+    for holder, seen in zip(holders, ("LeaseHeldError", "free"), strict=True):
+        holder.release()
+        assert run_ranks(held, 1, str(tmp_path / "c")) == [seen]
 
 
 def held(path: str) -> str:
@@ -127,12 +126,9 @@ def test_ranks_may_load_with_different_planners_but_not_save(tmp_path, ours):
     assert_loads(tmp_path / "c", made, DCPLoadPlanner() if mine else None)
 
 
-def test_the_error_for_a_directory_without_a_checkpoint_names_it(tmp_path):
+def test_the_error_for_a_directory_names_it_or_the_newest_checkpoint_of_a_run(tmp_path):
     with pytest.raises(CheckpointNotFoundError, match=str(tmp_path)):
-        DCPReader(tmp_path).catalog  # noqa: B018
-
-
-def test_the_error_for_a_run_names_its_newest_checkpoint(tmp_path):
+        _ = DCPReader(tmp_path).catalog
     save_steps(tmp_path, 1, 2)
     with pytest.raises(CheckpointNotFoundError, match=r"It may be a run: name a checkpoint in it, as step_00000002\.$"):
         _ = DCPReader(tmp_path).catalog

@@ -1,32 +1,44 @@
 """What is opened for a URL: a file, a directory, the newest of many steps, or an error that lists what was found."""
 
+import contextlib
+import itertools
 import re
+import shutil
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from ckptkit import reshard
+from ckptkit import CheckpointManager, RetentionPolicy, reshard
 from ckptkit.catalog.entry import Role
+from ckptkit.checkpoint.run.address import resolve_url
 from ckptkit.errors import (
     CheckpointNotFoundError,
     CkptkitError,
     CorruptCheckpointError,
     IncompleteCheckpointError,
+    StorageError,
     UnsupportedFormatError,
 )
+from ckptkit.formats import detect
 from ckptkit.formats.detect import identify, open_source
 from ckptkit.formats.trainers.steps import ordered, parse_step
 from ckptkit.storage import open_store
 from ckptkit.storage.local import LocalStore
+from tests.checkpoint.states import linear, save_steps
 from tests.conftest import ZOO
 from tests.formats.damages import lay
+from tests.patches import refuse
 
 DCP, VERL = ZOO / "dcp_threads2_w2" / "ckpt", ZOO / "verl_fsdp2_w2" / "global_step_4" / "actor"
 HF = {"w": np.ones(3, np.float32)}
 WEIGHTS = {"model": {"w": torch.ones(2)}}
 OPTIMIZER = {"state": {0: {"exp_avg": torch.ones(2)}}, "param_groups": [{"params": [0]}]}
+CIRCLE: dict[str, Any] = {"weight": torch.ones(2)}
+CIRCLE["model"] = CIRCLE
 
 
 STEPS: dict[str, int | None] = {
@@ -118,12 +130,17 @@ def test_of_several_files_the_model_is_read_and_others_are_named(tmp_path, case)
     assert note in " ".join((source.note, *info.notes)) and source.catalog.by_role(Role.MODEL)
 
 
-@pytest.mark.parametrize("names", [["train.bin"], ["shard_0.bin", "shard_1.bin"]])
-def test_links_to_data_outside_the_directory_are_not_taken_for_checkpoints(names, tmp_path):
-    run = lay(tmp_path, {"data.bin": b"\x01" * 100, "run/ckpt.pt": WEIGHTS}) / "run"
+@pytest.mark.parametrize(("names", "target"), [
+    (["train.bin"], "data.bin"), (["shard_0.bin", "shard_1.bin"], "data.bin"), (["adapter_model.bin"], "weights.pt"),
+    (["model_rank_0.bin", "model_rank_1.bin"], "weights.pt"),
+])  # fmt: skip
+def test_a_link_to_a_file_outside_of_the_directory_is_refused_if_it_has_the_name_of_a_model(tmp_path, names, target):
+    run = lay(tmp_path, {"data.bin": b"\x01" * 100, "weights.pt": WEIGHTS, "run/ckpt.pt": WEIGHTS}) / "run"
     for name in names:
-        (run / name).symlink_to(tmp_path / "data.bin")
-    assert open_source(str(run)).catalog.info.files.keys() == {"ckpt.pt"}
+        (run / name).symlink_to(tmp_path / target)
+    refused = pytest.raises(CkptkitError, match=names[0])
+    with refused if target == "weights.pt" else contextlib.nullcontext():
+        assert open_source(str(run)).catalog.info.files.keys() == {"ckpt.pt"}
 
 
 # What is there, and which of it is opened with which notes.
@@ -197,6 +214,29 @@ NOT_OPENED: dict[str, tuple[dict[str, Any] | None, type[CkptkitError], str]] = {
     "safetensors of ranks": (
         {f"model_rank{rank}.safetensors": HF for rank in range(2)}, UnsupportedFormatError,
         r"model_rank0\.safetensors and 1 more are per-rank files"),
+    "steps from 0 of two models, most of whose weights are frozen": (
+        {f"{kind}checkpoint_{step}.pt": {"model": {"frozen": torch.ones(9), "head": torch.full((2,), float(step))}}
+         for step in range(3) for kind in ("", "ema_")}, CheckpointNotFoundError, "has 6 files of torch"),
+    **{f"tensor-parallel ranks with equal norms in {name}": (  # the first name is that of Meta's Llama weights
+        {name.format(rank): {"wq": torch.full((4, 4), float(rank)), "norm": torch.ones(4)} for rank in range(2)},
+        UnsupportedFormatError, "They are shards, and the files do not say how to join them")
+       for name in ("consolidated.{:02d}.pth", "model_rank_{}.pt")},
+    **{f"plain shards without a position in {name}": (
+        {name.format(rank): {"w": torch.ones(4, 2) * rank, "step": torch.tensor(1)} for rank in range(2)},
+        UnsupportedFormatError, "the ranks have different plain tensors")
+       for name in ("weights_rank{}.pt", "model_world_size_2_rank_{}.pt", "pytorch_model_fsdp_rank{}.bin")},
+    "ranks of a value that contains itself": (
+        dict.fromkeys(("rank0.pt", "rank1.pt"), CIRCLE), CorruptCheckpointError, "contains itself"),
+    **{f"a latest step without rank {missing}": (
+        {f"step_{step}_rank_{rank}.pt": VERL / f"model_world_size_2_rank_{rank}.pt"
+         for step in (100, 200) for rank in range(2) if (step, rank) != (200, missing)},
+        IncompleteCheckpointError, "step_200_rank_") for missing in range(2)},
+    **{f"an absurd rank or number of ranks in {names[-1]}": (dict.fromkeys(names, b"PK"), CkptkitError, ".")
+       for names in (
+        ["model_world_size_99999999999_rank_0.pt"], ["model_world_size_0_rank_0.pt"],
+        [f"model_world_size_2_rank_{rank}.pt" for rank in (0, 1, 5)], ["pytorch_model_fsdp_0_rank99999999999.bin"],
+        ["zero_pp_rank_99999999999_mp_rank_00_model_states.pt"], ["model-99999999999-of-99999999999.safetensors"],
+        ["shard-99999999999-model-00001-of-00001.safetensors"], ["weights_rank0.pt", "weights_rank9999999.pt"])},
 }  # fmt: skip
 
 
@@ -218,13 +258,10 @@ def test_a_file_with_advice_or_without_weights_is_opened_by_its_own_name(tmp_pat
     assert open_source(str(tmp_path / "optimizer.pt")).catalog.tensors
 
 
-@pytest.mark.parametrize(("files", "kind"), [
-    ({"checkpoint.json": "{}"}, "ckptkit"),
-    ({"x": DCP, "x/metadata.json": '{"author": "me"}'}, "dcp"),  # unlike the metadata.json of Megatron
-])  # fmt: skip
-def test_a_format_is_detected_by_its_own_files(tmp_path, files, kind):
-    lay(tmp_path, files)
-    assert identify(open_store(str(tmp_path / "x" if "x" in files else tmp_path))) == kind
+def test_a_format_is_detected_by_its_own_files(tmp_path):
+    lay(tmp_path, {"own/checkpoint.json": "{}", "x": DCP, "x/metadata.json": '{"author": "me"}'})
+    assert identify(open_store(str(tmp_path / "own"))) == "ckptkit"
+    assert identify(open_store(str(tmp_path / "x"))) == "dcp"  # its metadata.json is unlike that of Megatron
 
 
 def test_opening_one_file_opens_the_whole_checkpoint(zoo):
@@ -286,14 +323,6 @@ def test_file_names_of_accelerate_before_0_25_are_known(tmp_path, zoo):
         assert catalog.by_role(Role.OPTIMIZER) and "model.embed_tokens.weight" in weights
 
 
-def test_steps_from_0_are_not_taken_for_ranks_if_a_step_has_two_models(tmp_path):
-    """Most of the weights are frozen, so they are equal in all files."""
-    values = [{"model": {"frozen": torch.ones(9), "head": torch.full((2,), float(step))}} for step in range(3)]
-    files = {f"{kind}checkpoint_{step}.pt": value for step, value in enumerate(values) for kind in ("", "ema_")}
-    with pytest.raises(CheckpointNotFoundError, match="has 6 files of torch"):
-        open_source(str(lay(tmp_path, files)))
-
-
 @pytest.mark.parametrize("name", ["step_100_rank_{}.pt", "step_100_rank_{}.ckpt", "epoch_3_rank_{}.pt"])
 def test_ranks_are_not_taken_for_steps_if_all_names_have_the_same_step(tmp_path, name):
     whole = {name.format(rank): WEIGHTS for rank in range(2)}
@@ -301,14 +330,6 @@ def test_ranks_are_not_taken_for_steps_if_all_names_have_the_same_step(tmp_path,
     (tmp_path / name.format(1)).rename(tmp_path / name.format(2))
     with pytest.raises(IncompleteCheckpointError, match=re.escape(name.format(1))):
         open_source(str(tmp_path))
-
-
-@pytest.mark.parametrize("name", ["consolidated.{:02d}.pth", "model_rank_{}.pt"])
-def test_tensor_parallel_rank_files_with_equal_norms_are_refused(tmp_path, name):
-    """consolidated.NN.pth is the name of Meta's Llama weights."""
-    parts = [{"wq": torch.full((4, 4), float(rank)), "norm": torch.ones(4)} for rank in range(2)]
-    with pytest.raises(UnsupportedFormatError, match="They are shards, and the files do not say how to join them"):
-        open_source(str(lay(tmp_path, {name.format(rank): part for rank, part in enumerate(parts)})))
 
 
 def test_a_replicated_model_with_a_different_buffer_per_rank_is_read_with_a_note(tmp_path):
@@ -324,41 +345,138 @@ def test_a_replicated_model_with_a_different_buffer_per_rank_is_read_with_a_note
 def test_of_rank_files_with_the_whole_model_one_is_read_with_everything_in_it(
     tmp_path, model, optimizer, step, differs
 ):
-    live = torch.nn.Linear(3, 2)
-    state = {i: {"exp_avg": torch.ones_like(p)} for i, p in enumerate(live.parameters())}
-    saved = {model: live.state_dict(), "net": {}, step: 7, "epoch": 1,
-             optimizer: {"state": state, "param_groups": [{"params": [0, 1], "lr": 0.5}]}}  # fmt: skip
+    weights = {"weight": torch.ones(2, 3), "bias": torch.ones(2)}
+    states = {
+        "state": {i: {"exp_avg": w} for i, w in enumerate(weights.values())},
+        "param_groups": [{"params": [0, 1]}],
+    }
+    saved = {model: weights, "net": {}, step: 7, "epoch": 1, optimizer: states}
     files = {f"rank{rank}.pt": {"rng": torch.arange(9) + rank * differs, **saved} for rank in range(2)}
     catalog = open_source(str(lay(tmp_path, files))).catalog
     assert (catalog.info.format, catalog.info.world_size, catalog.info.step) == ("rank-files", 2, 7)
     assert list(catalog.by_role(Role.MODEL)) == ["weight", "bias"]
     assert len(catalog.by_role(Role.OPTIMIZER)) == 2 and catalog.objects["epoch"].value == 1
-    notes = [
-        "each rank saved the whole model; rank0.pt was read.",
-        "not read: other ranks' values of rng, which differ from rank 0's.",
-    ]
-    assert list(catalog.info.notes) == notes[: 1 + differs]
+    notes = ("each rank saved the whole model; rank0.pt was read.",)
+    differ = ("not read: other ranks' values of rng, which differ from rank 0's.",)
+    assert catalog.info.notes == notes + differ * differs
 
 
 def test_rank_files_with_different_optimizer_states_are_not_taken_for_copies(tmp_path):
     """Each rank has the states of its own parameters, as with ZeroRedundancyOptimizer."""
-    model = {"w": torch.ones(2), "v": torch.ones(3)}
-    files = {}
+    model, files = {"w": torch.ones(2), "v": torch.ones(3)}, {}
     for rank, weight in enumerate(model.values()):
         states = {"state": {rank: {"exp_avg": torch.full_like(weight, rank)}}, "param_groups": [{"params": [0, 1]}]}
-        files[f"rank{rank}.pt"] = {
-            "app": {"model": model, "optimizer": states, "step": 3, "scaler": {"scale": 2.0}, "rank": rank}
-        }
+        saved = {"model": model, "optimizer": states, "step": 3, "scaler": {"scale": 2.0}, "rank": rank}
+        files[f"rank{rank}.pt"] = {"app": saved}
     catalog = open_source(str(lay(tmp_path, files))).catalog
     assert catalog.by_role(Role.OPTIMIZER).keys() == {"optimizer.state.w.exp_avg", "optimizer.state.v.exp_avg"}
     assert catalog.objects["scaler"].value == {"scale": 2.0}  # all ranks saved the same
     assert catalog.info.step == 3 and catalog.info.notes == ("not read: rank of rank*.pt.",)
 
 
-@pytest.mark.parametrize("names", [["adapter_model.bin"], ["model_rank_0.bin", "model_rank_1.bin"]])
-def test_a_link_with_a_models_name_to_a_file_outside_the_directory_is_refused(names, tmp_path):
-    run = lay(tmp_path, {"weights.pt": WEIGHTS, "run/old.pt": WEIGHTS}) / "run"
-    for name in names:
-        (run / name).symlink_to(tmp_path / "weights.pt")
-    with pytest.raises(CkptkitError, match=names[0]):
-        open_source(str(run))
+@pytest.mark.parametrize("apart", [False, True])
+def test_of_several_steps_the_latest_is_read_with_its_optimizer(tmp_path, apart):
+    values = {f"model_step_{step}": WEIGHTS["model"] if apart else WEIGHTS for step in (100, 300, 200)}
+    values |= dict.fromkeys(("optim_step_100", "optim_step_300") if apart else (), OPTIMIZER)
+    files = {f"{name}_rank_{rank}.pt": value for name, value in values.items() for rank in range(2)}
+    catalog = open_source(str(lay(tmp_path, files))).catalog
+    assert catalog.info.step == 300 and bool(catalog.by_role(Role.OPTIMIZER)) == apart
+    read = {path for entry in catalog.tensors.values() for path in entry.slices.paths}
+    assert read == {f"{kind}_step_300_rank_0.pt" for kind in (("model", "optim") if apart else ("model",))}
+
+
+def _ranks_of(model: dict[str, Any], states: Callable[[int], dict[int, Any]]) -> dict[str, Any]:
+    """Return the files of two ranks with the whole model, and an optimizer with these states of each rank."""
+    groups = [{"params": [*range(len(states(0)))]}]
+    return {f"rank{rank}.pt": {"model": model, "optimizer": {"state": states(rank), "param_groups": groups}}
+            for rank in range(2)}  # fmt: skip
+
+
+def test_pieces_of_a_state_are_not_taken_for_the_state_of_a_parameter_with_their_shape(tmp_path):
+    """Only "b" is trained, and each rank has a half of its moment."""
+    model = {"a": torch.ones(6), "b": torch.ones(12)}
+    files = _ranks_of(model, lambda rank: {0: {"exp_avg": torch.full((6,), float(rank))}})
+    (entry,) = open_source(str(lay(tmp_path, files))).catalog.by_role(Role.OPTIMIZER).values()
+    assert (entry.fqn, entry.shape, len(entry.slices)) == ("b", (12,), 2)
+
+
+def test_the_states_of_replicas_that_differ_a_little_are_those_of_rank_0(tmp_path):
+    model = {"a": torch.ones(2, 3), "b": torch.ones(3)}
+    files = _ranks_of(model, lambda rank: {i: {"exp_avg": w + rank * 1e-6} for i, w in enumerate(model.values())})
+    catalog = open_source(str(lay(tmp_path, files))).catalog
+    assert {entry.fqn for entry in catalog.by_role(Role.OPTIMIZER).values()} == {"a", "b"}
+    assert all("differs between rank 0 and rank 1; rank 0's is used" in note for note in catalog.info.notes)
+
+
+VALUES = [
+    [], {}, {"module": 1}, {"module": {}, "param_shapes": 3}, {"module": {}, "param_shapes": [{"a": "b"}]},
+    {"module": {"a": torch.ones(2)}, "buffer_names": 7, "param_shapes": [{}], "shared_params": [1]},
+    {"module": {"a": torch.ones(2)}, "param_shapes": [{"a": torch.Size([2**40])}]},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("value", VALUES, ids=range(len(VALUES)))
+@pytest.mark.parametrize(
+    "name", ["mp_rank_00_model_states.pt", "model_world_size_1_rank_0.pt", "pytorch_model_fsdp_0_rank0.bin"]
+)
+def test_values_of_unexpected_types_raise_only_ckptkit_errors(tmp_path, name, value):
+    lay(tmp_path, {name: value})
+    if name.startswith("mp_rank"):
+        lay(tmp_path, {"zero_pp_rank_0_mp_rank_00_optim_states.pt": {"optimizer_state_dict": value}})
+    with contextlib.suppress(CkptkitError):  # any other exception fails the test
+        open_source(str(tmp_path))
+
+
+# --- the root of a ckptkit run stands for its newest committed checkpoint, whatever else is in the run
+
+
+def without_record(name):
+    """Return a change that leaves a checkpoint of this name in which everything but the record was written."""
+    return lambda root: shutil.copytree(root / "step_00000020", root / name, ignore=lambda *_: ["checkpoint.json"])
+
+
+def resumed(which, step, **options):
+    """Return a change that loads a checkpoint and saves the next one."""
+
+    def change(root):
+        with CheckpointManager(root) as manager:
+            manager.load(linear(), which)
+            manager.save(step, linear(), **options)
+
+    return change
+
+
+CHANGES = {
+    "a killed save": without_record(".tmp-step_00000025-aaaaaaaaaaaaaaaa"),
+    "a killed deletion": lambda root: (root / "step_00000010").rename(root / ".trash-step_00000010-ba2936b17940113e"),
+    "a lost record": without_record("step_00000030"),
+    "a rollback": resumed(10, 15),
+    "a tag": resumed("latest", 30, tag="final"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_the_root_of_a_run_is_opened_as_latest(tmp_path, change):
+    save_steps(tmp_path, 10, 20)
+    CHANGES[change](tmp_path)
+    assert open_source(str(tmp_path)).url == resolve_url(f"{tmp_path}/latest")
+
+
+def test_a_record_that_the_store_does_not_return_is_not_taken_for_a_damaged_one(tmp_path, monkeypatch):
+    save_steps(tmp_path, 10, 20)
+    error = StorageError("no answer")
+    refuse(monkeypatch, detect, "find_record", error, when=lambda store, path: path.startswith("step_00000010"))
+    with pytest.raises(StorageError, match="no answer"):
+        open_source(str(tmp_path))
+
+
+def test_the_root_of_a_run_can_always_be_opened_while_a_job_saves_with_max_num_1(tmp_path):
+    def read():
+        return [open_source(str(tmp_path)).catalog.info.step for _ in range(100)]
+
+    with CheckpointManager(tmp_path, retention=RetentionPolicy(max_num=1)) as manager, ThreadPoolExecutor(1) as pool:
+        manager.save(1, linear())
+        reading, steps = pool.submit(read), itertools.count(2)
+        while not reading.done():
+            manager.save(next(steps), linear())
+    assert reading.result() == sorted(reading.result())

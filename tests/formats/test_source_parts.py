@@ -1,9 +1,9 @@
 """Rules of the readers: the prefix of a module, the owner of an index, the position of a flat element."""
 
 import json
+from typing import Any
 
 import pytest
-import torch
 
 from ckptkit.catalog.box import Box
 from ckptkit.catalog.entry import Role
@@ -49,32 +49,28 @@ PARAMS = [Param("a.weight", (4, 2)), Param("a.bias", (4,)), Param("b.weight", (4
 NORMS = [Param("a.norm.weight", (4,)), Param("a.scale", (4,)), Param("a.bias", (4,))]
 ALIKE = [Param("a.weight", (4,)), Param("a.bias", (4,)), Param("b.weight", (4,)), Param("b.bias", (6,))]
 LORA = [Param(f"{at}.{name}", (4, 4)) for at in "ab" for name in ("base", "lora_A.weight")]
-ALL = [(4, 2), (4,), (4, 2), (4,)]
+ALL, IN_ORDER = [(4, 2), (4,), (4, 2), (4,)], [[param.fqn for param in PARAMS]]
+OF_B = {"fits": lambda group, index, fqn: fqn.startswith("b.")}
+ASSIGNED: dict[str, tuple[list[Param], list[Any], dict[str, Any], list[list[str]] | None]] = {
+    "module order": (PARAMS, [ALL], {}, IN_ORDER),
+    "shapes tell groups apart": (
+        PARAMS, [[(4, 2), (4, 2)], [(4,), (4,)]], {}, [["a.weight", "b.weight"], ["a.bias", "b.bias"]]),
+    "groups of equal shapes": (NORMS, [[(4,)], [(4,), (4,)]], {}, None),
+    "weight decay tells groups apart": (
+        NORMS, [[(4,)], [(4,), (4,)]], {"no_decay": [False, True]}, [["a.scale"], ["a.norm.weight", "a.bias"]]),
+    "a frozen parameter": ([Param("vision.w", (9, 9)), *PARAMS], [ALL], {}, IN_ORDER),
+    "several possible assignments": (PARAMS, [[(4, 2), (4,)]], {}, None),
+    "values decide": (PARAMS, [[(4, 2), (4,)]], OF_B, [["b.weight", "b.bias"]]),
+    "only adapters are trained": (LORA, [[(4, 4), (4, 4)]], {}, [["a.lora_A.weight", "b.lora_A.weight"]]),
+    "other shapes": (PARAMS, [[(4, 2), (4,), (4, 3), (4,)]], {}, None),
+    "equal weight decay tells no groups apart": (
+        ALIKE, [[(4,), (4,)], [(4,), (6,)]], {"no_decay": [False, False]}, None),
+}  # fmt: skip
 
 
-def of_b(group, index, fqn):
-    return fqn.startswith("b.")
-
-
-@pytest.mark.parametrize(
-    ("params", "groups", "options", "names"),
-    [
-        (PARAMS, [ALL], {}, [["a.weight", "a.bias", "b.weight", "b.bias"]]),
-        (PARAMS, [[(4, 2), (4, 2)], [(4,), (4,)]], {}, [["a.weight", "b.weight"], ["a.bias", "b.bias"]]),
-        (NORMS, [[(4,)], [(4,), (4,)]], {}, None),
-        (NORMS, [[(4,)], [(4,), (4,)]], {"no_decay": [False, True]}, [["a.scale"], ["a.norm.weight", "a.bias"]]),
-        ([Param("vision.w", (9, 9)), *PARAMS], [ALL], {}, [["a.weight", "a.bias", "b.weight", "b.bias"]]),
-        (PARAMS, [[(4, 2), (4,)]], {}, None),
-        (PARAMS, [[(4, 2), (4,)]], {"fits": of_b}, [["b.weight", "b.bias"]]),
-        (LORA, [[(4, 4), (4, 4)]], {}, [["a.lora_A.weight", "b.lora_A.weight"]]),
-        (PARAMS, [[(4, 2), (4,), (4, 3), (4,)]], {}, None),
-        (ALIKE, [[(4,), (4,)], [(4,), (6,)]], {"no_decay": [False, False]}, None),
-    ],
-    ids=["module order", "shapes tell groups apart", "groups of equal shapes", "weight decay tells groups apart",
-         "a frozen parameter", "several possible assignments", "values decide", "only adapters are trained",
-         "other shapes", "equal weight decay tells no groups apart"],
-)  # fmt: skip
-def test_numbered_parameters_get_the_only_names_that_shapes_and_order_allow(params, groups, options, names):
+@pytest.mark.parametrize("case", ASSIGNED)
+def test_numbered_parameters_get_the_only_names_that_shapes_and_order_allow(case):
+    params, groups, options, names = ASSIGNED[case]
     assert assign(params, groups, **options) == names
 
 
@@ -92,50 +88,53 @@ def local(zoo):
     return zoo / "fsdp1_local_state_dict_nomesh_w2"
 
 
+@pytest.fixture
+def with_layout(tmp_path):
+    """Return a function that returns the options for a layout."""
+
+    def options(layout: Any) -> ReadOptions:
+        (tmp_path / "layout.json").write_text(layout if isinstance(layout, str) else json.dumps(layout))
+        return ReadOptions(layout=str(tmp_path / "layout.json"))
+
+    return options
+
+
 def _layout(local) -> dict:
     return json.loads((local / "flat_param_layout_NOT_ON_DISK_NORMALLY.json").read_text())
 
 
-def test_shapes_in_module_order_replace_a_layout(local, tmp_path):
+def test_shapes_in_module_order_replace_a_layout(local, with_layout):
     shapes = {}
     for unit, body in _layout(local).items():
         prefix = unit.removesuffix("_flat_param")
         shapes.update({prefix + fqn: shape for fqn, shape in zip(body["fqns"], body["shapes"], strict=True)})
-    (tmp_path / "shapes.json").write_text(json.dumps(shapes))
-    source = open_source(str(local), options=ReadOptions(layout=str(tmp_path / "shapes.json")))
+    source = open_source(str(local), options=with_layout(shapes))
     expected = contents_of_file(local / "EXPECTED.safetensors")
     assert contents(source.store, source.catalog.by_role(Role.MODEL)) == expected
 
 
-def test_a_layout_of_another_model_is_refused(local, tmp_path):
+def test_a_layout_of_another_model_is_refused(local, with_layout):
     layout = _layout(local)
     layout["_flat_param"]["shapes"][0] = [64, 32]
     layout["_flat_param"].pop("numels")
-    (tmp_path / "layout.json").write_text(json.dumps(layout))
     with pytest.raises(CorruptCheckpointError, match="another model"):
-        open_source(str(local), options=ReadOptions(layout=str(tmp_path / "layout.json")))
+        open_source(str(local), options=with_layout(layout))
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        "[]",
-        '{"_flat_param": {"fqns": ["a"], "shapes": []}}',
-        "{",
-        '{"x": 1}',
-        '{"_flat_param": {"fqns": ["a"], "shapes": [[1000000000, "abcdefgh"]]}}',  # a string multiplied by a billion
-        '{"_flat_param": {"fqns": ["a"], "shapes": ["ab"]}}',
-        '{"_flat_param": {"fqns": [1], "shapes": [[1]]}}',
-        '{"_flat_param": {"fqns": ["a"], "shapes": [[1]], "numels": ["a"], "pad_mask": [false]}}',
-        '{"_flat_param": {"fqns": ["a"], "shapes": [[1]], "numels": [-1, 1], "pad_mask": [true, false]}}',
-        '{"_flat_param": {"fqns": ["a"], "shapes": [[1.5]]}}',
-        '{"a": [9223372036854775808]}',
-    ],
-)
-def test_an_invalid_layout_is_a_usage_error(local, tmp_path, content):
-    (tmp_path / "layout.json").write_text(content)
+UNITS: list[dict[str, Any]] = [
+    {"shapes": []}, {"shapes": [[1000000000, "abcdefgh"]]},  # a string multiplied by a billion
+    {"shapes": ["ab"]}, {"fqns": [1], "shapes": [[1]]}, {"shapes": [[1]], "numels": ["a"], "pad_mask": [False]},
+    {"shapes": [[1]], "numels": [-1, 1], "pad_mask": [True, False]}, {"shapes": [[1.5]]},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("content", [
+    "[]", "{", '{"x": 1}', '{"a": [9223372036854775808]}',
+    *(json.dumps({"_flat_param": {"fqns": ["a"], **unit}}) for unit in UNITS),
+])  # fmt: skip
+def test_an_invalid_layout_is_a_usage_error(local, with_layout, content):
     with pytest.raises(UsageError, match=r"layout\.json"):
-        open_source(str(local), options=ReadOptions(layout=str(tmp_path / "layout.json")))
+        open_source(str(local), options=with_layout(content))
 
 
 def test_padding_between_parameters_is_skipped():
@@ -144,19 +143,14 @@ def test_padding_between_parameters_is_skipped():
     assert layout["block._flat_param"] == [("block.a", (5, 6), 0), ("block.b", (5,), 32)]
 
 
-def test_padding_may_be_as_large_as_the_number_of_ranks(tmp_path):
-    (tmp_path / "layout.json").write_text(json.dumps({"_flat_param": {"fqns": ["w"], "shapes": [[10, 3]]}}))
-    storage = Storage("rank", "0", 4, "float32")
-    piece = StoredTensor(storage, "float32", (1,), (1,))
-    ranks = [
-        {"_flat_param": ShardedTensorRecord((ShardRecord(piece, Box((rank,), (1,))),), (100,), ())}
-        for rank in range(100)
-    ]
-    options = ReadOptions(layout=str(tmp_path / "layout.json"))
-    catalog = fsdp1_local.read(open_store(str(tmp_path)), ["rank"], ranks, {}, None, options)
-    assert catalog.tensors["w"].shape == (10, 3)
+def test_padding_may_be_as_large_as_the_number_of_ranks(tmp_path, with_layout):
+    piece = StoredTensor(Storage("rank", "0", 4, "float32"), "float32", (1,), (1,))
+    records = [ShardedTensorRecord((ShardRecord(piece, Box((rank,), (1,))),), (100,), ()) for rank in range(100)]
+    ranks = [{"_flat_param": record} for record in records]
+    store, options = open_store(str(tmp_path)), with_layout({"_flat_param": {"fqns": ["w"], "shapes": [[10, 3]]}})
+    assert fsdp1_local.read(store, ["rank"], ranks, {}, None, options).tensors["w"].shape == (10, 3)
     with pytest.raises(CorruptCheckpointError, match="belongs to another model"):
-        fsdp1_local.read(open_store(str(tmp_path)), ["rank"], ranks[:20], {}, None, options)
+        fsdp1_local.read(store, ["rank"], ranks[:20], {}, None, options)
 
 
 # --- systems with several directories
@@ -193,13 +187,3 @@ REFUSED: list[Refusal] = [
 @each(REFUSED)
 def test_the_error_for_a_part_names_its_file_or_fault(tmp_path, zoo, refusal):
     assert_refused(zoo, refusal, tmp_path)
-
-
-@pytest.mark.parametrize(
-    "name", ["weights_rank{}.pt", "model_world_size_2_rank_{}.pt", "pytorch_model_fsdp_rank{}.bin"]
-)
-def test_plain_shards_without_a_position_are_refused(tmp_path, name):
-    values = [{"w": torch.ones(4, 2) * rank, "step": torch.tensor(1)} for rank in range(2)]
-    lay(tmp_path, {name.format(rank): value for rank, value in enumerate(values)})
-    with pytest.raises(UnsupportedFormatError, match="the ranks have different plain tensors"):
-        open_source(str(tmp_path))

@@ -65,20 +65,17 @@ def test_random_states_are_found_by_rank_and_other_values_below_their_keys_are_o
 
 def test_what_differs_between_the_ranks_beside_their_random_states_is_kept(tmp_path):
     states = {"random": random.getstate(), "cpu": torch.get_rng_state()}
-    saved = {
-        f"extra_state_{rank}": {"rng": states, "scale": np.ones(2), "scheduler": SCHEDULER, "data": {"at": rank}}
-        for rank in range(2)
-    }
-    found = parts_of(saved, tmp_path)
+    same = {"rng": states, "scale": np.ones(2), "scheduler": SCHEDULER}
+    found = parts_of({f"extra_state_{rank}": {**same, "data": {"at": rank}} for rank in range(2)}, tmp_path)
     assert set(found.random) == {0, 1}
     assert found.objects["extra_state_0"].keys() == {"scale", "scheduler", "data"}
     assert found.objects["extra_state_1"] == {"data": {"at": 1}}
 
 
-@pytest.mark.parametrize("cpu", [1234, [torch.get_rng_state()], torch.zeros(4)])
-def test_a_random_state_of_torch_in_an_unknown_form_is_named(cpu, tmp_path):
-    found = parts_of({"rng_state": {"python": random.getstate(), "torch": cpu}}, tmp_path)
-    assert found.random == {} and found.unknown_random == ["rng_state"]
+def test_random_states_of_torch_in_an_unknown_form_are_named(tmp_path):
+    unknown = {"a_rng": 1234, "b_rng": [torch.get_rng_state()], "c_rng": torch.zeros(4)}
+    found = parts_of({k: {"python": random.getstate(), "torch": cpu} for k, cpu in unknown.items()}, tmp_path)
+    assert found.random == {} and found.unknown_random == list(unknown)
 
 
 @pytest.mark.parametrize("count", [1, 2])
@@ -105,12 +102,11 @@ def test_settings_and_states_of_an_unknown_form_are_named(tmp_path):
 
 def test_the_parts_are_found_without_torch(zoo):
     path = str(zoo / "hf_trainer_fsdp2_sharded_w2")
-    code = (
-        "from ckptkit.formats.detect import open_source; "
-        "from ckptkit.formats.training_state import read_training_state; "
-        f"source = open_source({path!r}); "
-        "read_training_state(source.store, source.catalog, tensor=lambda value: value, read=lambda entries: {})"
-    )
+    code = f"""
+from ckptkit.formats.detect import open_source
+from ckptkit.formats.training_state import read_training_state
+source = open_source({path!r})
+read_training_state(source.store, source.catalog, tensor=lambda value: value, read=lambda entries: {{}})"""
     assert "torch" not in modules_after(code)
 
 

@@ -68,24 +68,17 @@ def test_the_error_for_a_broken_or_hostile_checkpoint_names_file_and_fault(name,
 
 
 FORMATS = {
-    "lightrft_naive_optim_w2": "lightrft",
-    "dcp_appstate_w2": "dcp",
-    "dcp_no_collectives_w2": "dcp",
-    "torch_checkpointing_w1": "rank-files",
-    "torch_checkpointing_w2": "rank-files",
+    "lightrft_naive_optim_w2": "lightrft", "lightning_real_mp_w2": "lightning", "torchsave_legacy_nonzip": "torch",
+    "verl_old_torch23_dtensor_emulated_w2": "verl", "megatron_torch_dist_emulated": "megatron",
+    **dict.fromkeys(("dcp_appstate_w2", "dcp_no_collectives_w2"), "dcp"),
+    **dict.fromkeys(("torch_checkpointing_w1", "torch_checkpointing_w2"), "rank-files"),
+    **dict.fromkeys(("accelerate_fsdp2_sharded_llama_tied_w2", "accelerate_fsdp2_nodcp_llama_untied_w2",
+                     "hf_trainer_fsdp2_sharded_w2"), "accelerate"),
+    **dict.fromkeys(("transformers5_distributed_checkpoint_w2", "hf_ref_qwen3moe"), "safetensors"),
     "olmo_core_w2": None,  # the DCP is in model_and_optim/
-    "accelerate_fsdp2_sharded_llama_tied_w2": "accelerate",
-    "accelerate_fsdp2_nodcp_llama_untied_w2": "accelerate",
-    "hf_trainer_fsdp2_sharded_w2": "accelerate",
-    "lightning_real_mp_w2": "lightning",
-    "verl_old_torch23_dtensor_emulated_w2": "verl",
-    "megatron_torch_dist_emulated": "megatron",
-    "transformers5_distributed_checkpoint_w2": "safetensors",
-    "hf_ref_qwen3moe": "safetensors",
-    "torchsave_legacy_nonzip": "torch",
     "deepspeed_zero2_bf16_w2": None,  # the directory of tags is not a checkpoint itself
     "steps_dir_lightrft": "safetensors",  # EXPECTED.safetensors is next to the steps: opening prefers the steps
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -106,11 +99,8 @@ def test_masters_of_the_wrong_parameter_are_found_by_their_cast(zoo):
     lightrft = open_source(str(zoo / "lightrft_mp_optim_w2" / "global_step7"))
     tensors = dict(lightrft.catalog.tensors)
     a, b = (f"optimizer.master.layers.{i}.up.weight" for i in (0, 1))
-    tensors[a], tensors[b] = (
-        dataclasses.replace(tensors[b], name=a, fqn=tensors[a].fqn),
-        dataclasses.replace(tensors[a], name=b, fqn=tensors[b].fqn),
-    )
-    assert check_masters(lightrft.store, Catalog(tensors)) == ["layers.0.up.weight", "layers.1.up.weight"]
+    changed = {one: dataclasses.replace(tensors[two], name=one, fqn=tensors[one].fqn) for one, two in ((a, b), (b, a))}
+    assert check_masters(lightrft.store, Catalog(tensors | changed)) == ["layers.0.up.weight", "layers.1.up.weight"]
 
 
 def test_opening_needs_no_torch():

@@ -20,7 +20,7 @@ from tests.fuzz.torch_formats import TARGETS
 from tests.hostile.harness import limit_address_space
 
 MAX_FINDINGS = 50  # per target: with more, the target itself is wrong
-ALL: dict[str, Target] = {**TARGETS, **OWN, **FOREIGN}
+ALL: dict[str, Target] = {target.__name__: target for target in (*TARGETS, *OWN, *FOREIGN)}
 
 
 def main() -> int:

@@ -86,18 +86,13 @@ def configs(rng: random.Random, folder: Path) -> None:
 
 
 _RANK_FILES = {
-    "deepspeed_zero2_bf16_w2/ckpt": "*.pt",
-    "deepspeed_zero3_bf16_tied_w2/ckpt": "*.pt",
-    "verl_fsdp2_w2": "*.pt",
-    "verl_fsdp1_nomesh_w2": "*.pt",
-    "lightrft_mp_optim_w2": "*",
-    "lightning_trainer_fsdp_w2": "meta.pt",
-    "accelerate_fsdp2_nodcp_llama_untied_w2/checkpoint": "*.bin",
-    "fsdp1_local_state_dict_nomesh_w2": "*",
-    "torchsave_pytorch_model_bin": "*.bin",
-    "lightning_trainer_full": "*.ckpt",
+    **dict.fromkeys(("deepspeed_zero2_bf16_w2/ckpt", "deepspeed_zero3_bf16_tied_w2/ckpt"), "*.pt"),
+    **dict.fromkeys(("verl_fsdp2_w2", "verl_fsdp1_nomesh_w2"), "*.pt"),
+    **dict.fromkeys(("accelerate_fsdp2_nodcp_llama_untied_w2/checkpoint", "torchsave_pytorch_model_bin"), "*.bin"),
+    **dict.fromkeys(("lightrft_mp_optim_w2", "fsdp1_local_state_dict_nomesh_w2"), "*"),
+    "lightning_trainer_fsdp_w2": "meta.pt", "lightning_trainer_full": "*.ckpt",
     "megatron_torch_dist_emulated": "common.pt",
-}
+}  # fmt: skip
 
 
 def rank_files(rng: random.Random, folder: Path) -> None:
@@ -161,9 +156,7 @@ def layouts(rng: random.Random, folder: Path) -> None:
         open_source(str(ZOO / "fsdp1_local_state_dict_nomesh_w2"), options=ReadOptions(layout=str(path)))
 
 
-FOREIGN: dict[str, Target] = {
-    f.__name__: f for f in (safetensors_files, indexes, configs, rank_files, key_maps, layouts)
-}
+FOREIGN: list[Target] = [safetensors_files, indexes, configs, rank_files, key_maps, layouts]
 
 
 # --- helpers

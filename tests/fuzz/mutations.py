@@ -22,9 +22,8 @@ def mutate(rng: random.Random, data: bytes, others: Sequence[bytes] = ()) -> byt
     """Return `data` with one to four damages; `others` are files of the same kind to splice from."""
     out = bytearray(data)
     for _ in range(rng.choice((1, 1, 1, 2, 4))):
-        if not out:
-            break
-        _one(rng, out, others)
+        if out:
+            _one(rng, out, others)
     return bytes(out)
 
 

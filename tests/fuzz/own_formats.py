@@ -170,10 +170,9 @@ def local_files(rng: random.Random, folder: Path) -> None:
         summarise(open_source(str(folder)).catalog)
 
 
-OWN: dict[str, Target] = {
-    f.__name__: f
-    for f in (commit_records, manifests, committed_checkpoints, loads_into_jobs, run_directories, local_files)
-}
+OWN: list[Target] = [
+    commit_records, manifests, committed_checkpoints, loads_into_jobs, run_directories, local_files,
+]  # fmt: skip
 
 
 # --- helpers

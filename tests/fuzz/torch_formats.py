@@ -16,16 +16,18 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+import torch
 
 from ckptkit.catalog.entry import Role
 from ckptkit.errors import CkptkitError
 from ckptkit.formats import torch_save
 from ckptkit.formats.dcp import catalog as dcp
+from ckptkit.formats.dcp.locate import ENDS, parse_item
 from ckptkit.formats.pickles import zip as zips
 from ckptkit.formats.pickles.objects import TensorValue, plain, read_tensor
 from ckptkit.formats.pickles.tensors import StoredTensor
 from ckptkit.formats.pickles.walk import loads
-from ckptkit.formats.pickles.zip import read_archive
+from ckptkit.formats.pickles.zip import memory_store, read_archive
 from ckptkit.formats.torch_save import read_torch_file
 from ckptkit.storage.local import LocalStore
 from tests.formats.described import described
@@ -67,8 +69,6 @@ def _compare_with_c(file: str, read: Callable[[Any], Any]) -> None:
 
 def torch_files(rng: random.Random, folder: Path) -> None:
     """Require equal values for zip and legacy files that both accept, and a catalog or an error for all files."""
-    import torch
-
     seed = rng.choice(_torch_seeds())
     (folder / "x.pt").write_bytes(mutate(rng, seed))
     store = LocalStore(folder)
@@ -107,9 +107,6 @@ def archives_of_items(rng: random.Random, folder: Path) -> None:
     damaged = mutate(rng, item)
     if len(damaged) != len(item):
         return
-    from ckptkit.formats.dcp.locate import ENDS, parse_item
-    from ckptkit.formats.pickles.zip import memory_store
-
     _, frame = parse_item(memory_store("x", item), "x", 0, item[:ENDS], item[-ENDS:], len(item), "f")
     assert frame is not None
     front, tail = (np.frombuffer(part, np.uint8)[None] for part in (damaged[:ENDS], damaged[-ENDS:]))
@@ -125,9 +122,7 @@ def archives_of_items(rng: random.Random, folder: Path) -> None:
         raise Finding("the frame finds other bytes than a full look")
 
 
-TARGETS: dict[str, Target] = {
-    f.__name__: f for f in (metadata_pickles, archives, torch_files, dcp_directories, archives_of_items)
-}
+TARGETS: list[Target] = [metadata_pickles, archives, torch_files, dcp_directories, archives_of_items]
 
 
 # --- helpers
@@ -155,8 +150,6 @@ def _described(value: Any) -> str:
 
 @functools.cache
 def _torch_seeds() -> list[bytes]:
-    import torch
-
     base = torch.arange(24, dtype=torch.float32).reshape(2, 3, 4)
     value = {
         "w": base, "v": base[1:, :, 2], "t": base.transpose(0, 2), "b": base.bfloat16(), "i": torch.arange(3),
@@ -181,8 +174,6 @@ def _checked(store: LocalStore, tensor: StoredTensor) -> Any:
 
 
 def _compare(ours: Any, theirs: Any) -> None:
-    import torch
-
     if ours is None:
         return
     if isinstance(theirs, torch.Tensor):

@@ -21,23 +21,17 @@ class Tensors(nn.Module):
 
     def __init__(self, device: str, seed: int | None = None) -> None:
         super().__init__()
+
+        def filled(*shape: int) -> torch.Tensor:
+            made = torch.randint(0, 3, shape, generator=torch.Generator().manual_seed(seed or 0)).float()
+            return (torch.zeros(shape) if seed is None else made).to(device)
+
         for dtype in DTYPES.split():
-            self._add(f"as_{dtype}", self._filled(seed, 37, 11).to(getattr(torch, dtype)), device)
-        self._add("empty", torch.empty(0, 3), device)
-        self._add("scalar", self._filled(seed).reshape(()), device)
-        self._add("columns", self._filled(seed, 300, 50), device)
-        self.columns = self.columns.T
-        self._add("strided", self._filled(seed, 40, 40), device)
-        self.strided = self.strided[::2, 3:9]
-
-    def _add(self, name: str, value: torch.Tensor, device: str) -> None:
-        self.register_buffer(name, value.to(device))
-
-    @staticmethod
-    def _filled(seed: int | None, *shape: int) -> torch.Tensor:
-        if seed is None:
-            return torch.zeros(shape)
-        return torch.randint(0, 3, shape, generator=torch.Generator().manual_seed(seed)).float()
+            self.register_buffer(f"as_{dtype}", filled(37, 11).to(getattr(torch, dtype)))
+        self.register_buffer("empty", filled(0, 3))
+        self.register_buffer("scalar", filled())
+        self.register_buffer("columns", filled(300, 50).T)
+        self.register_buffer("strided", filled(40, 40)[::2, 3:9])
 
 
 def training(device: str, seed: int | None = None) -> TrainState:
@@ -68,10 +62,7 @@ WAYS = pytest.mark.parametrize("way", ["save", "async"])
 
 
 def save(manager: CheckpointManager, way: str, state: TrainState) -> None:
-    if way == "save":
-        manager.save(1, state)
-    else:
-        manager.save_async(1, state).result()
+    manager.save(1, state) if way == "save" else manager.save_async(1, state).result()
 
 
 @KINDS
@@ -195,13 +186,10 @@ def test_a_large_tensor_is_copied_through_two_alternating_buffers(device, rest):
 
 def test_a_device_state_round_trips_through_a_disk(device, tmp_path):
     made = {
-        "large": torch.randn(10 << 20, device=device),
-        "columns": torch.randn(300, 5000, device=device).T,
-        "bf16": torch.randn(1000, 1000, device=device).bfloat16(),
-        "small": torch.arange(5, device=device),
-        "scalar": torch.tensor(2.5, device=device),
-        "host": torch.randn(1000),
-    }
+        "large": torch.randn(10 << 20, device=device), "columns": torch.randn(300, 5000, device=device).T,
+        "bf16": torch.randn(1000, 1000, device=device).bfloat16(), "small": torch.arange(5, device=device),
+        "scalar": torch.tensor(2.5, device=device), "host": torch.randn(1000),
+    }  # fmt: skip
     made["large"].mul_(2)  # on a device it is still running
     dcp.save(made, storage_writer=DCPWriter(tmp_path, workers=2), planner=DCPSavePlanner(), no_dist=True)
     target = {name: torch.zeros_like(value) for name, value in made.items()}

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 
 from ckptkit import DCPReader, DCPWriter, TrainState, copy, diff
@@ -17,6 +18,7 @@ from ckptkit.checkpoint.run.inventory import list_checkpoints
 from ckptkit.formats.own.record import CommitRecord, record_path, step_name
 from ckptkit.storage.store import ReadInto
 from tests.checkpoint import states
+from tests.formats.interop_cases import blank
 from tests.remote.runs import TWO, Place, full, state_of
 from tests.storage.proxy import Proxy
 
@@ -27,8 +29,7 @@ def saved(place: Place) -> tuple[list[int], Any]:
         manager.save(1, state)
         manager.save_async(2, state).result()
         manager.save(3, state, metrics={"loss": 0.5})
-        steps = [record.step for record in manager.list()]
-    return steps, full(state)
+        return [record.step for record in manager.list()], full(state)
 
 
 def resumed(place: Place, step: int, expected: Any) -> None:
@@ -111,8 +112,11 @@ def test_saves_make_no_more_requests_than_torchs_writer(count, far):
     state, tensors = TrainState(model=model), model.state_dict()
     torchs = saves(FsspecWriter(f"{url}/torch", **options, skip_instance_cache=True))
     assert saves(DCPWriter(f"{url}/dcp", storage_options=options)) <= 5
-    reader = DCPReader(f"{url}/dcp", storage_options=options)
-    assert count(lambda: dcp.load(dict(tensors), storage_reader=reader)) <= 8
+    with pytest.raises(CheckpointException, match="holds a checkpoint"):
+        saves(DCPWriter(f"{url}/dcp", storage_options=options))
+    reader, found = DCPReader(f"{url}/dcp", storage_options=options), blank(tensors)
+    assert count(lambda: dcp.load(found, storage_reader=reader)) <= 8
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
     assert count(lambda: states.save(f"{url}/one", state, storage_options=options)) <= torchs
     with (far / "run").manager() as manager:
         manager.save(1, state)
@@ -151,15 +155,8 @@ def test_commands_make_the_documented_number_of_requests(count, far):
     assert all(counts[name] <= most[name] for name in most), counts
 
 
-def saved_twice(place: Place) -> None:
-    state = state_of(3)
-    with place.manager() as manager:
-        manager.save(1, state)
-        manager.save(2, state)
-
-
 def test_only_one_rank_lists_the_run(ranks, proxy, far):
-    ranks.run(saved_twice, 3, far)
+    ranks.run(far.save, 3, 1, 2)
     listed = [path for method, path in proxy.seen if method == "GET" and "list-type" in path]
     assert listed and not any("step_" in path for path in listed), listed
     files = [path for method, path in proxy.seen if method == "PUT" and path.endswith(".distcp")]
@@ -195,12 +192,11 @@ def test_listing_a_hundred_checkpoints_makes_one_request_each(count, far):
     assert [len(each) for each in found] == [100] * 3
 
 
+# Many small ranges, and adjacent views: of 36 MiB at most, wherever a view ends.
 @pytest.mark.parametrize(
     ("views", "size", "stride", "requests"),
-    [
-        pytest.param(1000, 100, 4000, 1, id="many small ranges"),
-        pytest.param(4, 10 << 20, 10 << 20, 2, id="adjacent views"),  # of 36 MiB at most, wherever a view ends
-    ],
+    [(1000, 100, 4000, 1), (4, 10 << 20, 10 << 20, 2)],
+    ids=["small", "adjacent"],
 )
 def test_ranges_share_requests(count, far, views, size, stride, requests):
     store, data = far.store, os.urandom(views * stride)

@@ -21,17 +21,10 @@ from tests.storage.proxy import PASS, Answer, only
 OVER = {**MANY, "overwrite": True}
 
 
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ({}, MANY),
-        (MANY, {"max_shard_size": "2kB"}),
-        ({"to": "dcp", "world_size": 2}, {}),
-        (MANY, {"world_size": 2}),
-        ({"world_size": 2}, {"world_size": 1}),
-        ({"to": "torch"}, {"to": "local"}),
-    ],
-)
+@pytest.mark.parametrize(("old", "new"), [
+    ({}, MANY), (MANY, {"max_shard_size": "2kB"}), ({"to": "dcp", "world_size": 2}, {}), (MANY, {"world_size": 2}),
+    ({"world_size": 2}, {"world_size": 1}), ({"to": "torch"}, {"to": "local"}),
+])  # fmt: skip
 def test_overwrite_replaces_the_export_of_another_command(near, old, new):
     near.make(**old)
     near.make(**new, overwrite=True)
@@ -134,18 +127,18 @@ def test_rotation_and_overwrite_keep_and_name_foreign_objects(near, caplog):
     assert theirs.items() <= near.objects().items()
 
 
-@pytest.mark.parametrize(
-    "refused",
-    [
-        pytest.param(lambda method, path: method == "DELETE" or path.endswith("?delete"), id="deletions"),
-        pytest.param(lambda method, path: "list-type" in path, id="listings"),
-    ],
-)
-def test_a_denied_rotation_logs_one_line_and_saves_continue(proxy, far, refused, caplog):
+DENIED = {
+    "deletions": lambda method, path: method == "DELETE" or path.endswith("?delete"),
+    "listings": lambda method, path: "list-type" in path,
+}
+
+
+@pytest.mark.parametrize("what", DENIED)
+def test_a_denied_rotation_logs_one_line_and_saves_continue(proxy, far, what, caplog):
     state = TrainState(extra={"value": 1}, rng=False)
     with far.manager(retention=ONE) as manager:
         manager.save(1, state)
-        proxy.rule = only(Answer(403, "AccessDenied"), refused)
+        proxy.rule = only(Answer(403, "AccessDenied"), DENIED[what])
         caplog.clear()
         manager.save(2, state)
         lines = [record.getMessage() for record in caplog.records if record.levelname in ("WARNING", "ERROR")]

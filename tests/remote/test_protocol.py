@@ -14,7 +14,7 @@ from ckptkit.checkpoint.run.commit import clean_leftovers
 from ckptkit.errors import CheckpointExistsError, CkptkitError
 from ckptkit.formats.own.record import CommitRecord, find_record, record_path
 from tests.checkpoint.saving import check, fork, save
-from tests.remote.runs import Options, Place, on
+from tests.remote.runs import MANY, Options, Place, on
 
 
 @on("s3", "gcs")
@@ -72,14 +72,6 @@ def test_the_age_of_an_upload_is_measured_by_the_clock_of_the_store(root, monkey
 
 # --- two commands that write to one URL at once
 
-COMMANDS: dict[str, Options] = {
-    "one file": {},
-    "ten files": {"max_shard_size": "1kB"},
-    "two ranks": {"world_size": 2},
-    "torch": {"to": "torch"},
-    "torch, bf16": {"to": "torch", "dtype": "bf16"},
-}
-
 
 def _making(say: Any, place: Place, start: float, options: Options) -> None:
     time.sleep(max(0.0, start - time.time()))
@@ -104,10 +96,9 @@ def at_once(place: Place, commands: list[Options], apart_s: float) -> list[str]:
 
 @pytest.mark.parametrize("overwrite", [False, True])
 @pytest.mark.parametrize(
-    "commands", [("one file", "ten files"), ("ten files", "two ranks"), ("torch", "torch, bf16")], ids=str
+    "both", [({}, MANY), (MANY, {"world_size": 2}), ({"to": "torch"}, {"to": "torch", "dtype": "bf16"})], ids=str
 )
-def test_one_of_two_concurrent_commands_wins_and_nothing_is_mixed(near, commands, overwrite):
-    both = [COMMANDS[name] for name in commands]
+def test_one_of_two_concurrent_commands_wins_and_nothing_is_mixed(near, both, overwrite):
     alone = []
     for nth, options in enumerate(both):
         (near / f"alone-{nth}").make(**options)

@@ -22,8 +22,9 @@ from ckptkit.storage.objects import RemoteStore
 from ckptkit.storage.publish_remote import OWNER_NAME, _Place, stage_remote
 from ckptkit.storage.requests import FsspecApi
 from tests.checkpoint.saving import fork
+from tests.offline.folders import flip
 from tests.offline.resuming import went_on
-from tests.patches import after, failing, refuse
+from tests.patches import after, die, failing, refuse
 from tests.ranks import RankError, run_ranks
 from tests.remote.runs import MANY, UNEVEN, Options, Place, on
 
@@ -47,12 +48,8 @@ def once_finished(objects: int, call: Callable[[str], object], patch: pytest.Mon
     after(patch, Ledger, "finished", lambda _, ledger, path, *__, **___: next(number) == objects and call(path))
 
 
-def die_after(objects: int) -> None:
-    once_finished(objects, lambda path: os.kill(os.getpid(), signal.SIGKILL), pytest.MonkeyPatch())
-
-
 def _dying(say: Any, place: Place, source: Path, options: Options, objects: int) -> None:
-    die_after(objects)
+    once_finished(objects, die, pytest.MonkeyPatch())
     place.make(source, **options)
 
 
@@ -70,8 +67,7 @@ def uploads(place: Place) -> list[str]:
 
 
 def begin_upload(place: Place, name: str) -> None:
-    store = place.store
-    store._api.upload(store._full(name))
+    place.store._api.upload(place.store._full(name))
 
 
 @on("s3", "gcs")
@@ -95,36 +91,27 @@ def test_uploads_of_a_killed_run_are_aborted_and_foreign_objects_stay(source, ne
     near.is_made(source, **{"notes.txt": b"of a person"})
 
 
-def test_a_replaced_object_is_written_again(source, near):
-    killed(near, 3, source, **MANY)
-    store = near.store
-    name = min(name for name in near.names() if name.startswith("model-"))
-    store.write(name, bytes(len(store.read(name))), overwrite=True)  # of the same size
-    assert "2 of" in goes_on(near, source, **MANY)
-    near.is_made(source)
-
-
-@pytest.mark.parametrize("change", ["source", "plan", "check"])
-def test_objects_of_another_source_or_plan_are_written_again(source, near, change):
+@pytest.mark.parametrize("change", ["object", "source", "plan", "check"])
+def test_replaced_objects_and_those_of_another_source_or_plan_are_written_again(source, near, change):
     killed(near, 3, source, **MANY)
     options = {**MANY, **{"plan": {"max_shard_size": "1.1kB"}, "check": {"check": False}}.get(change, {})}
-    if change == "source":
-        for rank in (0, 1):
-            os.utime(source / f"__{rank}_0.distcp", ns=(0, 0))
+    if change == "object":
+        name = min(name for name in near.names() if name.startswith("model-"))
+        near.store.write(name, bytes(len(near.store.read(name))), overwrite=True)  # of the same size
+    for rank in (0, 1) if change == "source" else ():
+        os.utime(source / f"__{rank}_0.distcp", ns=(0, 0))
     said = goes_on(near, source, **options)
     near.is_made(source, options)
-    assert said == "" or change == "source"  # files of which nothing was changed are the same work
+    # Files of which nothing was changed are the same work.
+    assert "2 of" in said if change == "object" else said == "" or change == "source"
 
 
 def test_damage_that_appears_after_the_kill_is_found(source, near):
     killed(near, 2, source, **MANY)
-    for entry in open_source(str(source)).catalog.tensors.values():
-        for piece in entry.slices:
-            path = source / piece.path
-            stat, data = path.stat(), bytearray(path.read_bytes())
-            data[piece.start] ^= 1
-            path.write_bytes(data)
-            os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    for piece in (piece for entry in open_source(str(source)).catalog.tensors.values() for piece in entry.slices):
+        stat = (source / piece.path).stat()
+        flip(source / piece.path, piece.start)
+        os.utime(source / piece.path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
     with pytest.raises(IntegrityError):
         near.make(source, **MANY)
     assert near.names() == set()
@@ -132,9 +119,8 @@ def test_damage_that_appears_after_the_kill_is_found(source, near):
 
 def test_a_late_put_of_a_zombie_is_never_published(near, monkeypatch):
     def replace(path: str) -> None:
-        store = near.store
-        data = store.read(path)
-        store.write(path, data[:-1] + bytes([data[-1] ^ 1]), overwrite=True)
+        data = near.store.read(path)
+        near.store.write(path, data[:-1] + bytes([data[-1] ^ 1]), overwrite=True)
 
     once_finished(1, replace, monkeypatch)
     with pytest.raises(StorageError, match=r"model-\S+ is not what was written"):
@@ -218,7 +204,7 @@ def _dying_in_an_upload(say: Any, source: str, file: Place) -> None:
     from ckptkit.storage.s3 import S3Upload
 
     upload.UPLOAD_BYTES = 5 << 20
-    S3Upload.part = lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGKILL)
+    S3Upload.part = die
     convert(source, file.url, to="torch", dst_storage_options=file.options)
 
 
@@ -250,7 +236,7 @@ def test_an_unfinished_upload_of_a_single_file_is_aborted(tmp_path, near):
 def _team(place: Place, kill: int) -> str:
     ledger.WORTH = 500
     if kill:
-        die_after(kill)
+        once_finished(kill, die, pytest.MonkeyPatch())
     return goes_on(place, UNEVEN, **MANY)
 
 

@@ -1,9 +1,8 @@
 """Each request of each operation fails once; servers restart, lack features of S3, and send wrong bytes."""
 
-import logging
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from ckptkit.errors import CkptkitError, CorruptCheckpointError, RankFailedError
 from ckptkit.storage import retry
 from tests.checkpoint.states import unchanged
 from tests.remote.runs import TWO, Place, full, on, state_of
-from tests.storage.proxy import PASS, Answer, Changed, Proxy, Reply, always, every_third, first_of_each, only
+from tests.storage.proxy import PASS, Answer, Changed, Reply, always, every_third, first_of_each, only
 
 THROTTLED = [Answer(status, text=b'{"error": {"code": %d}}' % status) for status in (408, 429, 500, 503)]
 
@@ -46,9 +45,17 @@ def test_each_request_of_each_operation_may_fail_once(proxy, near, far, at_once)
     assert run.store.unfinished_uploads() == []
 
 
+def put_directly(bucket: str, names: Iterable[str]) -> None:
+    """Put objects into moto without requests."""
+    for name in names:
+        s3_backends[ACCOUNT]["aws"].put_object(bucket, name, b"x")
+
+
 def test_a_run_among_thousands_survives_every_third_request_failing(proxy, far, at_once):
-    for i in range(2001):  # three pages: of each three requests in a row one fails
-        s3_backends[ACCOUNT]["aws"].put_object("bucket", f"{far.url.partition('bucket/')[2]}/others/{i}", b"x")
+    below = far.url.partition("bucket/")[2]
+    put_directly(
+        "bucket", (f"{below}/others/{i}" for i in range(2001))
+    )  # three pages: of each three requests one fails
     proxy.rule = every_third("503")
     far.save(1)
     far.loads(1)
@@ -72,35 +79,23 @@ def test_a_run_with_paged_listings_is_seen_completely(near, proxy, far):
     assert near.top() == {".ckptkit", "latest", "step_00000003"}
 
 
-@pytest.fixture
-def unconditional(proxy: Proxy, far: Place, small_parts: None, caplog: pytest.LogCaptureFixture) -> Place:
-    """Through a proxy that refuses conditions, over a connection of its own: what servers can is remembered."""
+@pytest.mark.parametrize("first", ["a run", "a large object"])
+@pytest.mark.usefixtures("small_parts")
+def test_a_server_that_refuses_conditions_is_used_without_them(proxy, far, caplog, first):
     proxy.rule = lambda number, method, path: (
         Answer(501, "NotImplemented") if "if-none-match" in proxy.headers[number - 1] else "pass"
     )
-    caplog.set_level(logging.WARNING)
-    return far.by(default_fill_cache=False)
-
-
-def put_large(place: Place) -> None:
+    place = far.by(default_fill_cache=False)  # a connection of its own: what servers can is remembered
+    if first == "a run":
+        place.save(1)
+        place.loads(1)
     with place.store.writer("large") as out:
         out.write(bytes(12 << 20))
-
-
-def test_a_server_that_refuses_conditions_is_used_without_them(proxy, unconditional, caplog):
-    unconditional.save(1)
-    unconditional.loads(1)
-    put_large(unconditional)
-    proxy.rule = PASS
+    assert place.store.read("large") == bytes(12 << 20) and place.store.has_conditional_writes is False
     assert any("conditional writes" in record.message for record in caplog.records)
+    proxy.rule = PASS
     with pytest.raises(FileExistsError):
-        unconditional.store.write("large", b"1")
-
-
-def test_a_large_object_may_be_the_first_that_a_server_without_conditions_gets(unconditional):
-    put_large(unconditional)
-    store = unconditional.store
-    assert store.read("large") == bytes(12 << 20) and store.has_conditional_writes is False
+        place.store.write("large", b"1")
 
 
 def test_an_outage_does_not_trigger_the_fallback_to_an_older_checkpoint(proxy, near, far, at_once):
@@ -164,10 +159,9 @@ def test_every_reader_finds_wrong_bytes_and_short_answers(proxy, near, far, lie)
 
 def test_a_missing_bucket_is_not_an_empty_run(s3):
     place = Place("s3://there-is-no-such-bucket/run", s3)
-    with place.manager() as manager:
-        for call in (lambda: manager.load(state_of(1)), lambda: manager.save(1, state_of(1))):
-            with pytest.raises(RankFailedError, match="bucket does not exist"):
-                call()
+    for call in (place.loads, place.save):
+        with pytest.raises(RankFailedError, match="bucket does not exist"):
+            call(1)
     code, text = place.cli("ls", place.url)
     assert code == 1 and "bucket does not exist" in text
 
@@ -185,8 +179,7 @@ def test_a_run_at_the_root_of_a_bucket_leaves_a_thousand_others_alone(s3):
     root = Place("s3://whole-bucket", s3)
     root.store.fs.makedirs("whole-bucket", exist_ok=True)
     theirs = {f"step-{i}/f" if i % 2 else f"loose{i}" for i in range(1001)}
-    for name in theirs:
-        s3_backends[ACCOUNT]["aws"].put_object("whole-bucket", name, b"x")
+    put_directly("whole-bucket", theirs)
     root.save(1, 2, 3, retention=TWO)
     (root / "").loads(3)
     root.prune()
@@ -197,23 +190,15 @@ def test_a_run_at_the_root_of_a_bucket_leaves_a_thousand_others_alone(s3):
 
 # --- a server that restarts while a job saves
 
-LONG_S = 1000.0  # longer than a test may take
-
-
-def down(proxy: Proxy, seconds: float) -> threading.Timer:
-    """Refuse all requests for a while."""
-    proxy.rule = always("503")
-    timer = threading.Timer(seconds, setattr, (proxy, "rule", PASS))
-    timer.start()
-    return timer
-
 
 def test_a_background_save_waits_longer_for_a_restart_than_other_calls(proxy, far, monkeypatch):
     monkeypatch.setattr(retry, "TIMEOUT_S", 0.3)
     monkeypatch.setattr(retry, "_LEAST", 1)
     with far.manager() as manager:
         manager.save(1, state_of(1))
-        timer = down(proxy, 2.0)
+        proxy.rule = always("503")
+        timer = threading.Timer(2.0, setattr, (proxy, "rule", PASS))
+        timer.start()
         with pytest.raises(CkptkitError):
             manager.save(2, state_of(2))
         manager.save_async(3, state_of(3)).result()
@@ -224,7 +209,7 @@ def test_a_background_save_waits_longer_for_a_restart_than_other_calls(proxy, fa
 def test_ctrl_c_ends_a_job_whose_save_waits_for_an_unreachable_store(proxy, far, monkeypatch):
     names = ("retry.BACKGROUND_S", "retry.WAIT_MAX_S", "retry.TIMEOUT_S", "lock.TTL_S")
     for name in (*(f"storage.{name}" for name in names), "checkpoint.manager.BACKGROUND_S"):
-        monkeypatch.setattr(f"ckptkit.{name}", LONG_S)
+        monkeypatch.setattr(f"ckptkit.{name}", 1000.0)  # longer than a test may take
     with pytest.raises(KeyboardInterrupt), far.manager() as manager:
         manager.save(1, state_of(1))
         proxy.clear()

@@ -202,16 +202,6 @@ def every_third(fate: Fate) -> Rule:
     return lambda number, method, path: fate if number % 3 == 0 else "pass"
 
 
-def is_part(method: str, path: str) -> bool:
-    """Return whether a request sends the second part of an upload."""
-    return "partNumber=2" in path
-
-
-def is_end(method: str, path: str) -> bool:
-    """Return whether a request completes an upload."""
-    return method == "POST" and "uploadId" in path
-
-
 class Late:
     """Goes between a proxy and its server: answers the first request of each kind after the client has given up."""
 

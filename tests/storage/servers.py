@@ -21,7 +21,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError, URLError
-from urllib.parse import SplitResult, urlsplit
 
 from ckptkit.storage import open_store
 
@@ -211,19 +210,3 @@ def serving(
         server.shutdown()
         server.server_close()
         thread.join()
-
-
-def presigned_put(options: Mapping[str, str], bucket: str, key: str) -> SplitResult:
-    """Return a presigned URL to put an object without a client."""
-    import botocore.session
-    from botocore.config import Config
-
-    client = botocore.session.get_session().create_client(
-        "s3",
-        region_name="us-east-1",
-        endpoint_url=options["endpoint_url"],
-        aws_access_key_id=options["key"],
-        aws_secret_access_key=options["secret"],
-        config=Config(signature_version="s3v4"),
-    )
-    return urlsplit(client.generate_presigned_url("put_object", Params={"Bucket": bucket, "Key": key}))

@@ -62,15 +62,11 @@ def test_a_file_that_grew_since_the_listing_is_read_completely(store, fetched):
     assert view.read("a") == b"much longer than it was"
 
 
-def test_a_listing_of_many_pages_is_replaced_by_folder_lookups(store, monkeypatch):
+def test_the_snapshot_of_a_directory_or_of_many_pages_is_the_store_itself(store, tmp_path, monkeypatch):
     store.write("a", b"1")
     monkeypatch.setattr(objects, "_PAGES", 0)
-    assert snapshot(store) is store
-
-
-def test_the_snapshot_of_a_directory_is_the_store_itself(tmp_path):
-    store = LocalStore(str(tmp_path))
-    assert snapshot(store) is store
+    for place in (store, LocalStore(str(tmp_path))):
+        assert snapshot(place) is place
 
 
 def test_the_cache_of_contents_is_bounded():

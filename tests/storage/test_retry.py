@@ -10,7 +10,7 @@ import pytest
 from ckptkit.errors import StorageError
 from ckptkit.storage import retry
 from ckptkit.storage.objects import RemoteStore
-from ckptkit.storage.pool import WorkerPool
+from ckptkit.storage.pool import WorkerPool, result_of
 from ckptkit.storage.retry import patient
 from tests.storage.proxy import PASS, Proxy, always, nth
 
@@ -57,33 +57,39 @@ def test_ctrl_c_does_not_wait_for_threads_that_retry(store, proxy, monkeypatch, 
     monkeypatch.setenv("CKPTKIT_STORAGE_TIMEOUT", f"{LONG_S:g}s")
     monkeypatch.setattr("ckptkit.storage.upload.UPLOAD_BYTES", 5 << 20)
     monkeypatch.setattr(retry, "WAIT_MAX_S", LONG_S)
-    waiting = threading.Event()
 
     def rule(number: int, method: str, path: str) -> str:
-        if "uploads" in path:
-            return "pass"
-        if number > 4:
-            waiting.set()
-        return "503"
-
-    def interrupt() -> None:
-        waiting.wait()
-        time.sleep(0.3)
-        os.kill(os.getpid(), signal.SIGINT)
+        if number == 5:
+            threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+        return "pass" if "uploads" in path else "503"
 
     proxy.rule = rule
-    thread = threading.Thread(target=interrupt)
-    thread.start()
     with pytest.raises(KeyboardInterrupt):
         if what == "upload":
             with store.writer("big") as out:
                 out.write(bytes(20 << 20))
         else:
             store._connection.each(store.read, ["a", "b", "c"])
-    thread.join()
 
 
 def test_the_environment_sets_all_timeouts(monkeypatch):
     assert retry.timeout_s() == 120 and retry.timeout_s(retry.BACKGROUND_S) == 600
     monkeypatch.setenv("CKPTKIT_STORAGE_TIMEOUT", "7s")
     assert retry.timeout_s() == retry.timeout_s(retry.BACKGROUND_S) == 7
+
+
+def test_ctrl_c_ends_a_wait_also_if_another_thread_receives_the_signal():
+    ended = threading.Event()
+
+    def interrupt() -> None:
+        time.sleep(0.2)
+        signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+        ended.wait(60)
+
+    with WorkerPool(1) as pool:
+        future = pool.submit(interrupt)
+        started = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            result_of(future)
+        ended.set()
+    assert time.monotonic() - started < 50

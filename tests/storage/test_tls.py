@@ -97,18 +97,11 @@ def test_an_untrusted_server_is_an_error(https, impatient):
 # --- sessions
 
 
-@pytest.fixture
-def credentials(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_given_session_is_used_and_an_error_names_a_missing_profile(monkeypatch, impatient):
     for name, value in servers.CREDENTIALS.items():
         monkeypatch.setenv(name, value)
-
-
-def test_a_given_session_is_used(credentials):
     session = AioSession()
     assert RemoteStore("s3://b/x", storage_options={"session": session}).fs.session is session
-
-
-def test_an_error_names_a_missing_profile(credentials, impatient):
     with pytest.raises(StorageError, match="no-such-profile"):
         RemoteStore("s3://b/x", storage_options={"profile": "no-such-profile"}).read("y")
 
@@ -147,19 +140,13 @@ def test_a_body_to_this_machine_is_signed_on_request_or_without_a_checksum(near,
     assert {item["x-amz-content-sha256"] for item in sent} == {hashlib.sha256(part).hexdigest() for part in parts}
 
 
-@pytest.mark.parametrize(
-    ("url", "unsigned"),
-    [
-        ("http://10.0.0.7:9000", False),
-        ("http://minio.internal", False),
-        ("http://localhost.example.org", False),
-        ("http://localhost:9000", True),
-        ("http://127.0.0.2:9000", True),
-        ("http://[::1]:9000", True),
-        ("https://s3.eu-west-1.amazonaws.com", False),  # as botocore does it
-    ],
-)
-def test_bodies_to_other_machines_are_signed(url, unsigned):
+HERE = ("http://localhost:9000", "http://127.0.0.2:9000", "http://[::1]:9000")
+SIGNED = ("http://10.0.0.7:9000", "http://minio.internal", "http://localhost.example.org")
+BY_BOTOCORE = ("https://s3.eu-west-1.amazonaws.com",)
+
+
+@pytest.mark.parametrize("url", [*HERE, *SIGNED, *BY_BOTOCORE])
+def test_bodies_to_other_machines_are_signed(url):
     options = {"key": "k", "secret": "s", "endpoint_url": url}
     found = RemoteStore("s3://b/x", storage_options=options).fs.config_kwargs.get("s3", {})
-    assert ("payload_signing_enabled" in found) is unsigned
+    assert ("payload_signing_enabled" in found) == (url in HERE)

@@ -54,15 +54,9 @@ def stored(shape, order, dtype):
     return whole, TensorEntry("w", dtype, shape, SliceArray.of([part], len(shape)))
 
 
-def bits(tensor):
-    kept = tensor.contiguous()
-    return bytes(host_view(kept))
-
-
-@pytest.mark.parametrize(
-    "limits", [{}, {"_TILE": 64, "_FAR": 8}, {"_TILE": 16, "_FAR": 1 << 30}, {"_SMALL": 1, "_PIECE": 7, "_GAP": 3},
-               {"_SPAN": 40}],
-)  # fmt: skip
+@pytest.mark.parametrize("limits", [
+    {}, {"_TILE": 64, "_FAR": 8}, {"_TILE": 16, "_FAR": 1 << 30}, {"_SMALL": 1, "_PIECE": 7, "_GAP": 3}, {"_SPAN": 40},
+])  # fmt: skip
 @given(case=cases(), verify=st.sampled_from(list(Verify)), layout=st.sampled_from(["rows", "columns", "gaps"]))
 def test_any_region_of_a_slice_is_read(limits, case, verify, layout):
     shape, order, starts, sizes, dtype = case
@@ -79,13 +73,18 @@ def test_any_region_of_a_slice_is_read(limits, case, verify, layout):
         filler = Filler(LocalStore(ROOT.name), verify=verify, workers=2)
         filler.add(entry, Box(starts, sizes), target)
         filler.run()
-    assert bits(target) == bits(expected)
+    assert bytes(host_view(target.contiguous())) == bytes(host_view(expected.contiguous()))
 
 
 def vector(name: str, path: str, start: int, numel: int, digest: Digest | None = None) -> TensorEntry:
     """Return a vector that is stored at this byte of a file."""
     part = TensorSlice(Box((0,), (numel,)), path, start, numel * 4, digest=digest)
     return TensorEntry(name, "float32", (numel,), SliceArray.of([part], 1))
+
+
+def written(folder: Path, values: torch.Tensor) -> torch.Tensor:
+    (folder / "f").write_bytes(values.numpy().tobytes())
+    return values
 
 
 def fill_all(filler: Filler, wanted: list[tuple[TensorEntry, Box, torch.Tensor]]) -> None:
@@ -98,20 +97,18 @@ def fill_all(filler: Filler, wanted: list[tuple[TensorEntry, Box, torch.Tensor]]
 
 
 def test_reads_of_one_file_are_exact_whatever_the_gaps(tmp_path, monkeypatch):
-    values = torch.randn(300_000)
-    (tmp_path / "f").write_bytes(values.numpy().tobytes())
-    wanted = []
+    values, wanted, preadv = written(tmp_path, torch.randn(300_000)), [], os.preadv
     # adjacent, overlapping, the same twice, a small gap, a large one, longer than a piece
     for start, stop in [(0, 5), (5, 9), (7, 12), (7, 12), (40, 41), (100_000, 100_003), (100_003, 300_000)]:
         raw = values[start:stop].numpy().tobytes()
         digest = Digest("xxh3_64", xxhash.xxh3_64_intdigest(raw), start * 4, len(raw))
         entry = vector(f"{start}", "f", start * 4, stop - start, digest)
         wanted.append((entry, Box((0,), (stop - start,)), values[start:stop]))
-    preadv = os.preadv
-    # A signal or a network file system may cut any read short.
-    monkeypatch.setattr(
-        os, "preadv", lambda fd, into, at: preadv(fd, [into[0][: 11 if len(into[0]) < 99 else 1 << 17]], at)
-    )
+
+    def short(fd: int, into: list[memoryview], at: int) -> int:  # as a signal or a network file system may cut it
+        return preadv(fd, [into[0][: 11 if len(into[0]) < 99 else 1 << 17]], at)
+
+    monkeypatch.setattr(os, "preadv", short)
     monkeypatch.setattr(sources, "_PIECE", 1 << 18)
     filler = Filler(LocalStore(tmp_path), workers=1)
     fill_all(filler, wanted)
@@ -119,8 +116,7 @@ def test_reads_of_one_file_are_exact_whatever_the_gaps(tmp_path, monkeypatch):
 
 
 def test_a_crc_is_checked_like_any_digest(tmp_path):
-    raw = torch.randn(10_000).numpy().tobytes()
-    (tmp_path / "f").write_bytes(raw)
+    raw = written(tmp_path, torch.randn(10_000)).numpy().tobytes()
     for crc, fails in ((zlib.crc32(raw), False), (zlib.crc32(raw) ^ 1, True)):
         filler = Filler(LocalStore(tmp_path))
         entry = vector("w", "f", 0, 10_000, Digest("crc32", crc, 0, 40_000))
@@ -150,16 +146,14 @@ def test_a_box_that_the_slices_do_not_cover_is_refused_before_anything_is_read(t
 
 @pytest.mark.parametrize("start", [0, 37, 99])
 def test_a_part_of_a_tensor_with_many_slices_is_read_from_the_right_ones(tmp_path, start):
-    values = torch.arange(200.0)
-    (tmp_path / "f").write_bytes(values.numpy().tobytes())
+    values = written(tmp_path, torch.arange(200.0))
     parts = [TensorSlice(Box((2 * i,), (2,)), "f", 8 * i, 8) for i in range(100)]
     entry = TensorEntry("w", "float32", (200,), SliceArray.of(parts, 1))
     fill_all(Filler(LocalStore(tmp_path)), [(entry, Box((start,), (101,)), values[start : start + 101])])
 
 
 def test_long_runs_of_columns_are_read_without_the_gaps(tmp_path):
-    values = torch.arange(64.0 * 65536).reshape(64, 65536)
-    (tmp_path / "f").write_bytes(values.numpy().tobytes())
+    values = written(tmp_path, torch.arange(64.0 * 65536).reshape(64, 65536))
     part = TensorSlice(Box.whole((64, 65536)), "f", 0, values.nbytes)
     entry, wanted = TensorEntry("w", "float32", (64, 65536), SliceArray.of([part], 2)), values[:, 16384:32768]
     filler = Filler(LocalStore(tmp_path))
@@ -168,7 +162,7 @@ def test_long_runs_of_columns_are_read_without_the_gaps(tmp_path):
 
 
 def test_full_verification_finds_damage_outside_of_the_needed_bytes(tmp_path):
-    (tmp_path / "f").write_bytes(raw := torch.ones(1_000_000).numpy().tobytes())
+    raw = written(tmp_path, torch.ones(1_000_000)).numpy().tobytes()
     entry = vector("w", "f", 0, 1_000_000, Digest("xxh3_64", xxhash.xxh3_64_intdigest(raw), 0, len(raw)))
     flip(tmp_path / "f", 3_900_000)
     for verify, fails in ((Verify.READ, False), (Verify.FULL, True)):

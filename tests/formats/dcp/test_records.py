@@ -1,4 +1,4 @@
-"""Records and `.metadata` written without torch equal those that torch writes and reads."""
+"""Records and `.metadata` written without torch equal those of torch; tensors of other memory orders become bytes."""
 
 import io
 import pickle
@@ -7,17 +7,11 @@ import zipfile
 import numpy as np
 import pytest
 import torch
+from torch.distributed.checkpoint import metadata as torchs
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 
+from ckptkit.formats.dcp import host_bytes
+from ckptkit.formats.dcp.host_bytes import HostBytes
 from ckptkit.formats.dcp.metadata import MetadataPickle, RecordColumns
 from ckptkit.formats.dcp.records import frame_tensor
 
@@ -34,13 +28,10 @@ def test_a_record_is_a_valid_zip_of_the_predicted_length_that_torch_loads(shape)
     assert torch.equal(torch.load(io.BytesIO(record), weights_only=True), torch.from_numpy(values))
 
 
-@pytest.mark.parametrize("shape", [(40, 50, 2), (300, 300), (1 << 31, 4)])
-def test_large_payloads_are_aligned(shape):
-    assert len(frame_tensor("float32", shape).prefix) % 64 == 0
-
-
-def test_the_overhead_of_a_small_tensor_is_about_a_quarter_of_torchs():
+def test_large_payloads_are_aligned_and_the_overhead_of_a_small_one_is_about_a_quarter_of_torchs():
     """A fifth is impossible: the headers of the three members that torch needs take 0.19 of torch's size."""
+    for shape in ((40, 50, 2), (300, 300), (1 << 31, 4)):
+        assert len(frame_tensor("float32", shape).prefix) % 64 == 0
     file = io.BytesIO()
     torch.save(torch.zeros(8), file)
     assert frame_tensor("float32", (8,)).length - 32 < 0.29 * (len(file.getvalue()) - 32)
@@ -75,20 +66,22 @@ TENSORS = [
 ]  # fmt: skip
 
 
-def expected() -> Metadata:
+def expected() -> torchs.Metadata:
     tensors, places = {}, {}
     for t in TENSORS:
         chunks = [
-            ChunkStorageMetadata(torch.Size(o), torch.Size(s))
+            torchs.ChunkStorageMetadata(torch.Size(o), torch.Size(s))
             for o, s in zip(t.offsets.tolist(), t.sizes.tolist(), strict=True)
         ]
-        tensors[t.name] = TensorStorageMetadata(TensorProperties(getattr(torch, t.dtype)), torch.Size(t.shape), chunks)
+        tensors[t.name] = torchs.TensorStorageMetadata(
+            torchs.TensorProperties(getattr(torch, t.dtype)), torch.Size(t.shape), chunks
+        )
         for i, offsets in enumerate(t.offsets.tolist()):
             info = _StorageInfo(FILES[t.files[i]], int(t.starts[i]), int(t.lengths[i]))
-            places[MetadataIndex(t.name, offsets, i)] = info
-    tensors["o.k"] = BytesStorageMetadata()
-    places[MetadataIndex("o.k")] = _StorageInfo(FILES[1], 2, 3)
-    return Metadata(tensors, PLANNER, places, StorageMeta("/x", "id"), "1.0.0")
+            places[torchs.MetadataIndex(t.name, offsets, i)] = info
+    tensors["o.k"] = torchs.BytesStorageMetadata()
+    places[torchs.MetadataIndex("o.k")] = _StorageInfo(FILES[1], 2, 3)
+    return torchs.Metadata(tensors, PLANNER, places, torchs.StorageMeta("/x", "id"), "1.0.0")
 
 
 @pytest.mark.parametrize("load", [pickle.loads, lambda data: pickle._Unpickler(io.BytesIO(data)).load()])
@@ -99,3 +92,25 @@ def test_metadata_unpickles_to_torchs_own_objects(load):
     assert [key.index for key in found.storage_data] == [key.index for key in expected().storage_data]
     chunk = next(iter(found.state_dict_metadata.values())).chunks[0]
     assert type(chunk.offsets) is type(chunk.sizes) is torch.Size
+
+
+# --- the bytes of tensors with other memory orders: copied in tiles, not as a whole
+
+PLAIN = torch.arange(6000, dtype=torch.float32).reshape(20, 300)
+ODD = {
+    "transposed": PLAIN.t(), "every second column": PLAIN[:, ::2], "one dimension": PLAIN.reshape(-1)[::3],
+    "long rows": PLAIN.reshape(2, 10, 300).transpose(1, 2), "conjugate": torch.complex(PLAIN, PLAIN + 1).conj(),
+    "conjugate and transposed": torch.complex(PLAIN, PLAIN + 1).conj().t(),
+    "expanded": torch.arange(5).expand(700, 5), "bool": (PLAIN > 9).t(), "no elements": PLAIN[:, :0].t(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_bytes_are_row_major_and_copies_are_at_most_one_tile(name, monkeypatch):
+    monkeypatch.setattr(host_bytes, "_TILE", 1000)
+    tensor = ODD[name]
+    pieces = [bytes(piece) for piece in HostBytes().pieces(tensor)]
+    expected = tensor.resolve_conj().contiguous().reshape(-1).view(torch.uint8) if tensor.numel() else tensor
+    assert b"".join(pieces) == bytes(expected.numpy())
+    assert all(len(piece) <= 1000 for piece in pieces)
+    assert HostBytes().at_rest(tensor) is None or tensor.is_contiguous()

@@ -15,10 +15,8 @@ from tests.formats.dcp_states import failure, load, save
 from tests.ranks import on_ranks
 
 Tensors = dict[str, torch.Tensor]
-WRITERS = pytest.mark.parametrize("writer", [DCPWriter, dcp.FileSystemWriter], ids=["DCPWriter", "torch"])
-PLANNERS = pytest.mark.parametrize(
-    "planner", [DCPLoadPlanner, dcp.DefaultLoadPlanner], ids=["DCPLoadPlanner", "default"]
-)
+WRITERS = pytest.mark.parametrize("writer", [DCPWriter, dcp.FileSystemWriter])
+PLANNERS = pytest.mark.parametrize("planner", [DCPLoadPlanner, dcp.DefaultLoadPlanner])
 MESSAGE = r"share memory.*different values(?s:.*)embed and head"
 
 
@@ -27,22 +25,18 @@ def apart(*, equal: bool = False) -> Tensors:
     return {"embed": embed, "head": embed.clone() if equal else embed + (embed > 20), "other": torch.ones(2)}
 
 
-def tied() -> Tensors:
-    one = torch.zeros(6, 4)
-    return {"embed": one, "head": one, "other": torch.zeros(2)}
-
-
-def viewed() -> Tensors:
-    rows = torch.zeros(10, 4)
-    return {"embed": rows[:6], "head": rows[4:], "other": torch.zeros(2)}
+def tied(first: int = 0) -> Tensors:
+    """Return a state whose `head` shares memory with `embed` from this row on."""
+    rows = torch.zeros(6 + first, 4)
+    return {"embed": rows[:6], "head": rows[first:], "other": torch.zeros(2)}
 
 
 @WRITERS
 @PLANNERS
-@pytest.mark.parametrize("make", [tied, viewed])
-def test_different_weights_for_tensors_that_share_memory_are_refused(tmp_path, writer, planner, make):
+@pytest.mark.parametrize("first", [0, 4])
+def test_different_weights_for_tensors_that_share_memory_are_refused(tmp_path, writer, planner, first):
     save(writer(tmp_path), apart())
-    state = make()
+    state = tied(first)
     error = failure(load, tmp_path, state, planner())
     assert isinstance(error, CheckpointMismatchError) and re.search(MESSAGE, str(error))
     assert not any(tensor.any() for tensor in state.values())

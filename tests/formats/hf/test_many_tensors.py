@@ -1,6 +1,5 @@
 """The work for a safetensors file of many tensors: counted in function calls per tensor, never in seconds."""
 
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,20 +10,15 @@ import pytest
 
 from ckptkit import convert, diff, inspect, reshard, verify
 from ckptkit.formats.detect import open_source
+from tests.formats.damages import lay
 
 _FEW, _MANY = 100, 400
 
 
 def _write(root: Path, count: int) -> Path:
-    names = [f"model.layers.{i // 10}.block.{i % 10}.weight" for i in range(count)]
-    places = [{"dtype": "F32", "shape": [2], "data_offsets": [8 * i, 8 * i + 8]} for i in range(count)]
-    header = dict(zip(names, places, strict=True))
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    root.mkdir(parents=True)
-    data = np.arange(2 * count, dtype=np.float32).tobytes()
-    (root / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + data)
-    return root
+    numbers = np.arange(2 * count, dtype=np.float32).reshape(count, 2)
+    weights = {f"model.layers.{i // 10}.block.{i % 10}.weight": row for i, row in enumerate(numbers)}
+    return lay(root, {"model.safetensors": weights})
 
 
 def _calls(work: Callable[[], Any]) -> int:

@@ -1,6 +1,7 @@
 """Safetensors sources: headers that must be refused, and directories of Hugging Face and torch's DCP."""
 
 import json
+import math
 import struct
 from pathlib import Path
 
@@ -14,12 +15,7 @@ from safetensors.torch import save_file as save_torch
 
 from ckptkit import convert
 from ckptkit.catalog.entry import Role
-from ckptkit.errors import (
-    CorruptCheckpointError,
-    IncompleteCheckpointError,
-    UnsafePathError,
-    UnsupportedFormatError,
-)
+from ckptkit.errors import CorruptCheckpointError, IncompleteCheckpointError, UnsafePathError, UnsupportedFormatError
 from ckptkit.formats.detect import open_source
 from ckptkit.formats.hf import safetensors
 from ckptkit.formats.hf.header import read_header
@@ -103,11 +99,11 @@ def test_an_unusual_valid_header_is_read(tmp_path, oddity):
     assert (list(found.shape), found.nbytes, found.dtype) == (ODD[oddity]["shape"], end - begin, "float32")
 
 
-@pytest.mark.parametrize("size", [0, 7])
-def test_a_file_without_a_header_is_refused(tmp_path, size):
-    (tmp_path / "x.safetensors").write_bytes(b"\0" * size)
-    with pytest.raises(IncompleteCheckpointError, match=r"x\.safetensors"):
-        _read(tmp_path)
+def test_a_file_without_a_header_is_refused(tmp_path):
+    for size in (0, 7):
+        (tmp_path / "x.safetensors").write_bytes(b"\0" * size)
+        with pytest.raises(IncompleteCheckpointError, match=r"x\.safetensors"):
+            _read(tmp_path)
 
 
 def test_headers_with_padding_or_larger_than_the_first_read_are_accepted(tmp_path):
@@ -162,6 +158,9 @@ FAULTS = [
     ("a missing shard", without(SHARDS["b"]), IncompleteCheckpointError, "model-00002-of-00002"),
     ("a missing numbered shard", lambda folder: [(folder / name).unlink() for name in (INDEX, SHARDS["a"])],
      IncompleteCheckpointError, "model-00001-of-00002"),
+    ("unrelated files", lambda folder: [(folder / INDEX).unlink(), *(
+        (folder / shard).rename(folder / f"{name}.safetensors") for name, shard in SHARDS.items())],
+     CorruptCheckpointError, "Give one of the files"),
     ("a tensor that its shard lacks", _listing(c=SHARDS["a"]), IncompleteCheckpointError, "'c'"),
     ("a tensor that is not listed", lambda folder: lay(folder, {SHARDS["b"]: {"b": ONES, "z": ONES}}),
      CorruptCheckpointError, "'z'"),
@@ -177,11 +176,6 @@ def test_a_damaged_index_is_refused_by_name(sharded, fault, damage, error, text)
     damage(sharded)
     with pytest.raises(error, match=text):
         _open(sharded)
-
-
-def test_unrelated_files_are_not_joined(tmp_path):
-    with pytest.raises(CorruptCheckpointError, match="Give one of the files"):
-        _open(lay(tmp_path, {"one.safetensors": {"a": ONES}, "two.safetensors": {"b": ONES}}))
 
 
 def test_side_files_and_code_are_listed_separately(zoo):
@@ -202,53 +196,46 @@ def _rank_file(tmp_path: Path, rank: int, tensors: dict, offsets: dict, *, of: i
 
 
 def test_rank_shards_are_joined_by_their_offsets(tmp_path):
-    _rank_file(tmp_path, 1, {"w": np.ones((3, 2)), "b": np.ones(2)}, {"w": (0, 0), "b": (0,)})
-    _rank_file(tmp_path, 2, {"w": np.ones((2, 2)), "b": np.ones(2)}, {"w": (3, 0), "b": (0,)})
+    for rank, rows, first in ((1, 3, 0), (2, 2, 3)):
+        _rank_file(tmp_path, rank, {"w": np.ones((rows, 2)), "b": np.ones(2)}, {"w": (first, 0), "b": (0,)})
     catalog = _open(tmp_path)
-    assert catalog.tensors["w"].shape == (5, 2)
-    assert [s.rank for s in catalog.tensors["w"].slices] == [0, 1]
-    assert len(catalog.tensors["b"].slices) == 2  # a replica on each rank
-    assert catalog.info.world_size == 2
+    assert catalog.tensors["w"].shape == (5, 2) and catalog.info.world_size == 2
+    # Each rank has a replica of b.
+    assert {name: [s.rank for s in entry.slices] for name, entry in catalog.tensors.items()} == {
+        "w": [0, 1],
+        "b": [0, 1],
+    }
 
 
-def test_missing_last_ranks_are_found_by_the_config(tmp_path):
-    _rank_file(tmp_path, 1, {"model.embed_tokens.weight": np.ones((4, 2))}, {"model.embed_tokens.weight": (0, 0)})
+EMBED = "model.embed_tokens.weight"
+INCOMPLETE_RANKS = {  # rank, tensor, rows and first row of each file
+    "a missing rank": ([(1, "w", 2, 0), (3, "w", 2, 4)], IncompleteCheckpointError, "shard-00002"),
+    "a missing first chunk": ([(1, "w", 2, 2)], IncompleteCheckpointError, "'w'"),  # the rank overwrote it
+    "an overlap": ([(1, "w", 3, 0), (2, "w", 3, 2)], CorruptCheckpointError, "overlap"),
+    "two saves": ([(1, "w", 2, 0), (2, "v", 2, 0)], CorruptCheckpointError, "2 saves"),
+    "missing last ranks, by the config": ([(1, EMBED, 4, 0)], IncompleteCheckpointError, "vocab_size 8"),
+}
+
+
+@pytest.mark.parametrize("fault", INCOMPLETE_RANKS)
+def test_shards_of_ranks_that_do_not_make_a_whole_are_refused(tmp_path, fault):
+    shards, error, text = INCOMPLETE_RANKS[fault]
     (tmp_path / "config.json").write_text('{"vocab_size": 8}')
-    with pytest.raises(IncompleteCheckpointError, match="vocab_size 8"):
-        _open(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("shards", "error", "text"),
-    [
-        ([(1, "w", 2, 0), (3, "w", 2, 4)], IncompleteCheckpointError, "shard-00002"),
-        ([(1, "w", 2, 2)], IncompleteCheckpointError, "'w'"),  # the rank overwrote its first chunk
-        ([(1, "w", 3, 0), (2, "w", 3, 2)], CorruptCheckpointError, "overlap"),
-        ([(1, "w", 2, 0), (2, "v", 2, 0)], CorruptCheckpointError, "2 saves"),
-    ],
-    ids=["a missing rank", "a missing chunk", "an overlap", "two saves"],
-)
-def test_shards_of_ranks_that_do_not_make_a_whole_are_refused(tmp_path, shards, error, text):
     for rank, name, rows, first in shards:
         _rank_file(tmp_path, rank, {name: np.ones((rows, 2))}, {name: (first, 0)}, of=1 + (name == "v"))
     with pytest.raises(error, match=text):
         _open(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "info", ["[]", "{", '{"w": {"saved_offsets": [0]}}', '{"w": {"saved_offsets": [-1, 0]}}', '{"w": 1}']
-)
-def test_damaged_sharding_info_is_refused(tmp_path, info):
+def test_damaged_sharding_info_and_a_single_rank_shard_are_refused(tmp_path):
     path = tmp_path / "shard-00001-model-00001-of-00001.safetensors"
-    save_file({"w": np.ones((2, 2))}, path, metadata={"DCP_SHARDING_INFO": info})
-    with pytest.raises(CorruptCheckpointError, match="shard-00001"):
-        _open(tmp_path)
-
-
-def test_opening_one_rank_shard_asks_for_the_directory(tmp_path):
+    for info in ("[]", "{", '{"w": {"saved_offsets": [0]}}', '{"w": {"saved_offsets": [-1, 0]}}', '{"w": 1}'):
+        save_file({"w": np.ones((2, 2))}, path, metadata={"DCP_SHARDING_INFO": info})
+        with pytest.raises(CorruptCheckpointError, match="shard-00001"):
+            _open(tmp_path)
     _rank_file(tmp_path, 1, {"w": np.ones((2, 2))}, {"w": (0, 0)})
     with pytest.raises(IncompleteCheckpointError, match="directory"):
-        safetensors.open_file(open_store(str(tmp_path)), "shard-00001-model-00001-of-00001.safetensors")
+        safetensors.open_file(open_store(str(tmp_path)), path.name)
 
 
 def test_shards_numbered_from_0_are_complete_without_an_index(tmp_path):
@@ -270,40 +257,35 @@ def test_a_note_names_sentence_transformers_modules_with_weights(tmp_path):
     assert _open(tmp_path).info.notes == ()
 
 
-SMALL = {"F4": (2, 16), "F6_E2M3": (2, 8), "F6_E3M2": (1, 4), "F8_E8M0": (3, 5)}
+SMALL = {  # shapes in the file, and the dtypes and shapes of the catalog: in bytes, as torch shows F4
+    "F4": ([2, 16], "float4_e2m1fn_x2", (2, 8)), "F6_E2M3": ([2, 8], "float6_e2m3fn_bytes", (2, 6)),
+    "F6_E3M2": ([1, 4], "float6_e3m2fn_bytes", (1, 3)), "F8_E8M0": ([3, 5], "float8_e8m0fnu", (3, 5)),
+}  # fmt: skip
 
 
-def _small(path: Path) -> bytes:
-    """Write a file of dtypes below a byte, and one of exponents; return its data."""
+@pytest.fixture
+def small(tmp_path):
+    """The header and the data of a file `src/model.safetensors` of dtypes below a byte, and one of exponents."""
     header, at = {}, 0
-    for (name, shape), nbytes in zip(SMALL.items(), (16, 12, 3, 15), strict=True):
-        header[name] = {"dtype": name, "shape": shape, "data_offsets": [at, at + nbytes]}
-        at += nbytes
-    path.mkdir()
-    _write(path / "model.safetensors", header, bytes(range(at)))
-    return bytes(range(at))
+    for name, (shape, _, in_bytes) in SMALL.items():
+        end = at + math.prod(in_bytes)
+        header[name], at = {"dtype": name, "shape": shape, "data_offsets": [at, end]}, end
+    (tmp_path / "src").mkdir()
+    _write(tmp_path / "src" / "model.safetensors", header, bytes(range(at)))
+    return header, bytes(range(at))
 
 
-def test_dtypes_below_a_byte_have_shapes_in_bytes_and_are_copied_with_their_own(tmp_path):
-    data = _small(tmp_path / "src")
+def test_dtypes_below_a_byte_have_shapes_in_bytes_and_are_copied_with_their_own(small, tmp_path):
+    header, data = small
     found = _open(tmp_path / "src").tensors
-    assert {name: (entry.dtype, entry.shape) for name, entry in found.items()} == {
-        "F4": ("float4_e2m1fn_x2", (2, 8)),  # the shape that torch shows
-        "F6_E2M3": ("float6_e2m3fn_bytes", (2, 6)),
-        "F6_E3M2": ("float6_e3m2fn_bytes", (1, 3)),
-        "F8_E8M0": ("float8_e8m0fnu", (3, 5)),
-    }
+    assert {name: (entry.dtype, entry.shape) for name, entry in found.items()} == {n: SMALL[n][1:] for n in SMALL}
     convert(str(tmp_path / "src"), str(tmp_path / "out"), verify=True)
     copy = (tmp_path / "out" / "model.safetensors").read_bytes()
-    header = json.loads(copy[8 : len(copy) - len(data)])
-    assert copy.endswith(data)
-    assert {name: (header[name]["dtype"], tuple(header[name]["shape"])) for name in SMALL} == {
-        name: (name, shape) for name, shape in SMALL.items()
-    }
+    assert copy.endswith(data) and json.loads(copy[8 : -len(data)]).items() >= header.items()
 
 
+@pytest.mark.usefixtures("small")
 def test_dtypes_below_a_byte_are_not_cast(tmp_path):
-    _small(tmp_path / "src")
     with pytest.raises(UnsupportedFormatError, match=r"F6_E2M3.*torch has no FP6"):
         convert(str(tmp_path / "src"), str(tmp_path / "out"), to="dcp")
     (tmp_path / "src" / "config.json").write_text('{"quantization_config": {"quant_method": "other"}}')

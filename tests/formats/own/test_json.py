@@ -6,21 +6,16 @@ from ckptkit.errors import CheckpointNotFoundError, CorruptCheckpointError, Stor
 from ckptkit.formats.own.json import parse
 
 
-@pytest.mark.parametrize(
-    "text", ['{"a": 1, "a": 2}', "[NaN]", "[1e999]", "[" * 5000, "9" * 5000, "", "{", b"\xff".decode("latin1")]
-)
+@pytest.mark.parametrize("text", ['{"a": 1, "a": 2}', "[NaN]", "[1e999]", "[" * 5000, "9" * 5000, "", "{", "\xff"])
 def test_ambiguous_json_is_refused(text):
     with pytest.raises(CorruptCheckpointError, match="f is not JSON"):
         parse(text, file="f")
 
 
-@pytest.mark.parametrize("unit", ["[],", "{},", "0,"])
-def test_megabytes_of_empty_values_are_refused_before_they_are_parsed(unit):
-    with pytest.raises(CorruptCheckpointError, match="It was not parsed"):
-        parse("[" + unit * (12_000_000 // len(unit)) + "0]", file="f")
-
-
-def test_a_large_file_of_ordinary_density_is_read():
+def test_megabytes_of_empty_values_are_refused_before_they_are_parsed_and_a_large_file_is_read():
+    for unit in ("[],", "{},", "0,"):
+        with pytest.raises(CorruptCheckpointError, match="It was not parsed"):
+            parse("[" + unit * (12_000_000 // len(unit)) + "0]", file="f")
     text = "[" + ",".join(['{"name": "model.layers.0.weight", "shape": [4, 4]}'] * 60_000) + "]"
     assert len(parse(text, file="f")) == 60_000
 

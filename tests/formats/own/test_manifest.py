@@ -93,12 +93,9 @@ def test_a_catalog_round_trips(expected):
     for name, entry in expected.tensors.items():
         got = found.tensors[name]
         assert list(got.slices) == list(entry.slices)
-        fields = ("name", "dtype", "shape", "role", "fqn", "state", "key")
-        assert [getattr(got, f) for f in fields] == [getattr(entry, f) for f in fields]
-    fields = ("format", "producer", "step", "world_size", "mesh", "files", "side_files", "notes")
-    assert [getattr(found.info, f) for f in fields] == [getattr(expected.info, f) for f in fields]
+        assert dataclasses.replace(got, slices=entry.slices) == entry
     extra = {k: dict(v) if k == PLACEMENTS else v for k, v in found.info.extra.items()}
-    assert extra == expected.info.extra
+    assert dataclasses.replace(found.info, extra=extra) == expected.info
 
 
 def vector(name: str = "w", start: int = 0, *, fqn: str = "", key: tuple[str, ...] = (), **changes) -> TensorEntry:
@@ -107,12 +104,10 @@ def vector(name: str = "w", start: int = 0, *, fqn: str = "", key: tuple[str, ..
 
 
 UNSUITABLE = {
-    "a codec": vector(codec=Codec("zstd", 0, 5)),
-    "another digest": vector(digest=Digest("crc32", 1, 0, 8)),
+    "a codec": vector(codec=Codec("zstd", 0, 5)), "another digest": vector(digest=Digest("crc32", 1, 0, 8)),
     "a digest of other bytes": vector(start=4, digest=Digest("xxh3_64", 1, 0, 16)),
-    "another FQN": vector(fqn="other"),
-    "another key": vector("w.x", key=("w", "y")),
-}
+    "another FQN": vector(fqn="other"), "another key": vector("w.x", key=("w", "y")),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("entry", UNSUITABLE.values(), ids=UNSUITABLE)
@@ -219,12 +214,9 @@ def test_a_name_listed_twice_is_refused():
         read_manifest(changed(**edits))
 
 
-@pytest.mark.parametrize(
-    "data",
-    [*(blob()[:length] for length in (0, 5, 8, 100, -1)),
-     *(struct.pack("<Q", claimed) + blob()[8:] for claimed in (2**63, 2**40, 10**6))],
-    ids=["nothing", "5 bytes", "8 bytes", "100 bytes", "all but a byte", "2^63", "2^40", "10^6"],
-)  # fmt: skip
-def test_a_truncated_manifest_or_one_with_a_false_header_length_is_refused(data):
-    with pytest.raises(CorruptCheckpointError):
-        read_manifest(data)
+def test_a_truncated_manifest_or_one_with_a_false_header_length_is_refused():
+    data = blob()
+    claiming = (struct.pack("<Q", claimed) + data[8:] for claimed in (2**63, 2**40, 10**6))
+    for damaged in (*(data[:length] for length in (0, 5, 8, 100, -1)), *claiming):
+        with pytest.raises(CorruptCheckpointError):
+            read_manifest(damaged)

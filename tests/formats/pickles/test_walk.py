@@ -35,7 +35,7 @@ def nothing_runs(tmp_path, monkeypatch):
 
 
 ARGS = text("PWNED") + b"\x85"
-ORDERED = ("collections", "OrderedDict")
+ORDERED = stack_global("collections", "OrderedDict")
 
 # Each way to call a global: hostile with os.mkdir, harmless with an allowed class.
 CALLS: dict[str, Any] = {
@@ -112,17 +112,11 @@ def test_getattr_in_a_pickle_may_return_a_nested_class_of_torch_distributed():
     assert found.kind.endswith(".ShardedTensor.ProcessGroupState")
 
 
-NO_CLASS = (text("x"), stack_global("collections", "OrderedDict"), b"K\x01", b"]")
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
-        *map(getattr_of, ("__init__", "__subclasses__", "kind", "a b")),
-        getattr_of("__class__", "__base__"),
-        *(P + stack_global("builtins", "getattr") + target + text("X") + b"\x86R." for target in NO_CLASS),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("data", [
+    *map(getattr_of, ("__init__", "__subclasses__", "kind", "a b")), getattr_of("__class__", "__base__"),
+    *(P + stack_global("builtins", "getattr") + no_class + text("X") + b"\x86R."
+      for no_class in (text("x"), ORDERED, b"K\x01", b"]")),
+])  # fmt: skip
 def test_getattr_in_a_pickle_may_not_return_anything_else(data):
     with pytest.raises((UnsafePickleError, CorruptCheckpointError)):
         loads(data, file="f")
@@ -146,14 +140,10 @@ def test_a_state_set_by_a_pickle_is_only_data(what):
 
 
 NO_STATE = {
-    "a class": RECORD,
-    "a function": stack_global("collections", "OrderedDict"),
-    "a dtype": stack_global("torch", "float32"),
-    "a storage class": stack_global("torch", "FloatStorage"),
-    "a list": b"]",
+    "a class": RECORD, "a function": ORDERED, "a list": b"]", "text": text("x"),
+    "a dtype": stack_global("torch", "float32"), "a storage class": stack_global("torch", "FloatStorage"),
     "a tuple class": stack_global("torch", "Size"),
-    "text": text("x"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("what", NO_STATE)
@@ -161,7 +151,7 @@ def test_a_pickle_may_not_set_the_state_of_shared_values(what):
     for state in (b"}" + text("_call") + b"Ns", b"N}" + text("_call") + b"Ns\x86", b"N"):
         with pytest.raises(CorruptCheckpointError):
             loads(P + NO_STATE[what] + state + b"b.", file="f")
-    assert loads(P + stack_global("collections", "OrderedDict") + b")R.", file="f") == {}
+    assert loads(P + ORDERED + b")R.", file="f") == {}
 
 
 @pytest.mark.parametrize("callee", [b"K\x01", b"N", text("x"), b"]", b")", RECORD + b")\x81", b"}"])
@@ -175,7 +165,7 @@ def test_only_allowed_globals_are_called(callee):
 
 DEEP = b"N" + b"\x85" * 200_000
 DAG = b"N\x85" + b"2\x86" * 64
-PAIRS: dict[str, tuple[bytes, bytes]] = {
+PAIRS: dict[str, tuple[bytes, ...]] = {
     "a global named by numbers": (P + b"K\x01K\x02\x93.", P + b"K\x01K\x02\x86."),
     "a global named by bytes": (P + b"C\x02osC\x06system\x93.", P + b"C\x02osC\x06system\x86."),
     "EXT1": (P + b"\x82\x01.", P + b"K\x01."),
@@ -192,14 +182,9 @@ PAIRS: dict[str, tuple[bytes, bytes]] = {
     "text of an exabyte": (P + b"\x8d" + b"\xff" * 7 + b"\x0fx.", P + b"\x8d\x01" + bytes(7) + b"x."),
     "bytes of an exabyte": (P + b"\x8e" + b"\xff" * 7 + b"\x0fx.", P + b"\x8e\x01" + bytes(7) + b"x."),
     "a bytearray of an exabyte": (P + b"\x96" + b"\xff" * 7 + b"\x0fx.", P + b"\x96\x01" + bytes(7) + b"x."),
-    "a bytearray by number": (
-        P + stack_global("builtins", "bytearray") + b"J\xff\xff\xff\x7f\x85R.",
-        P + stack_global("builtins", "bytearray") + b"C\x01x\x85R.",
-    ),
-    "bytes by number": (
-        P + stack_global("builtins", "bytes") + b"J\xff\xff\xff\x7f\x85R.",
-        P + stack_global("builtins", "bytes") + b"]K\x07a\x85R.",
-    ),
+    **{f"{kind} by number": tuple(P + stack_global("builtins", kind) + argument + b"\x85R." for argument in arguments)
+       for kind, arguments in {"bytearray": (b"J\xff\xff\xff\x7f", b"C\x01x"),
+                               "bytes": (b"J\xff\xff\xff\x7f", b"]K\x07a")}.items()},
     "a frame past the end": (P + b"\x95" + b"\xff" * 8 + b"N.", P + b"\x95\x02" + bytes(7) + b"N."),
     "a memo index of two billion": (P + b"]r\xff\xff\xff\x7f.", P + b"]r\x01\x00\x00\x00."),
     "a memo index in text": (b"(lp99999999999\n.", b"(lp1\n."),
@@ -214,9 +199,7 @@ PAIRS: dict[str, tuple[bytes, bytes]] = {
     "a member of a set that takes for ever": (P + b"\x8f(" + DAG + b"\x90.", P + b"\x8f(N\x85\x90."),
     "a frozenset that takes for ever": (P + b"(" + DAG + b"\x91.", P + b"(N\x85\x91."),
     "a pair of an OrderedDict that takes for ever": (
-        P + stack_global(*ORDERED) + b"](" + DAG + b"Nt\x61\x85R.",
-        P + stack_global(*ORDERED) + b"](K\x01Nt\x61\x85R.",
-    ),
+        P + ORDERED + b"](" + DAG + b"Nt\x61\x85R.", P + ORDERED + b"](K\x01Nt\x61\x85R."),
     "a key that collides": (P + b"}\x8a\x09" + b"\xff" * 8 + b"\x1fNs.", P + b"}\x8a\x07" + b"\xff" * 6 + b"\x1fNs."),
     "a list as a key": (P + b"}]Ns.", P + b"})Ns."),
     "items of a list": (P + b"]K\x01K\x02s.", P + b"}K\x01K\x02s."),
@@ -236,19 +219,12 @@ PAIRS: dict[str, tuple[bytes, bytes]] = {
     "a text that is no float": (b"Fabc\n.", b"F1.5\n."),
     "text that is not UTF-8": (P + b"X\x01\x00\x00\x00\xff.", P + b"X\x01\x00\x00\x00a."),
     "keywords that are not text": (P + RECORD + b")}K\x01Ns\x92.", P + RECORD + b")}" + text("k") + b"Ns\x92."),
-    "a codec that runs": (
-        P + stack_global("_codecs", "encode") + text("x") + text("zip") + b"\x86R.",
-        P + stack_global("_codecs", "encode") + text("x") + text("latin1") + b"\x86R.",
-    ),
-    "complex of an object": (
-        P + stack_global("builtins", "complex") + RECORD + b")\x81\x85R.",
-        P + stack_global("builtins", "complex") + b"K\x01\x85R.",
-    ),
-    "a class that is not a record": (
-        P + stack_global("copyreg", "_reconstructor") + b"NNN\x87R.",
-        P + stack_global("copyreg", "_reconstructor") + RECORD + b"NN\x87R.",
-    ),
-}
+    **{what: tuple(P + stack_global(*function) + arguments for arguments in both) for what, function, both in (
+        ("a codec that runs", ("_codecs", "encode"),
+         (text("x") + text("zip") + b"\x86R.", text("x") + text("latin1") + b"\x86R.")),
+        ("complex of an object", ("builtins", "complex"), (RECORD + b")\x81\x85R.", b"K\x01\x85R.")),
+        ("a class that is not a record", ("copyreg", "_reconstructor"), (b"NNN\x87R.", RECORD + b"NN\x87R.")))},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("what", PAIRS)
@@ -270,21 +246,15 @@ VALUES: list[Any] = [
 
 
 @pytest.mark.parametrize("protocol", range(6))
-def test_plain_pickled_values_are_read_correctly(protocol):
+def test_plain_pickled_values_are_read_correctly_and_shared_and_recursive_ones_keep_their_identity(protocol):
     for value in VALUES:
         found = loads(pickle.dumps(value, protocol), file="f")
-        assert found == value
-        assert type(found) is type(value)
-
-
-@pytest.mark.parametrize("protocol", range(6))
-def test_shared_and_recursive_values_keep_their_identity(protocol):
+        assert found == value and type(found) is type(value)
     shared: list[Any] = [1]
-    value: list[Any] = [shared, shared]
-    value.append(value)
-    found = loads(pickle.dumps(value, protocol), file="f")
-    assert found[0] is found[1]
-    assert found[2] is found
+    circle: list[Any] = [shared, shared]
+    circle.append(circle)
+    found = loads(pickle.dumps(circle, protocol), file="f")
+    assert found[0] is found[1] and found[2] is found
 
 
 def test_consecutive_pickles_are_read_one_by_one():

@@ -7,24 +7,21 @@ from typing import Any
 import pytest
 
 from ckptkit.errors import CkptkitError, CorruptCheckpointError
+from ckptkit.formats.dcp import locate
+from ckptkit.formats.dcp.catalog import open_catalog
 from ckptkit.formats.pickles import zip as archives
 from ckptkit.formats.pickles.walk import loads
 from ckptkit.storage.local import LocalStore
-from tests.formats.described import described, shown
+from tests.formats.described import described
 from tests.formats.pickles.reference import loads_in_c
 
 
-def metadata_files(zoo: Path) -> list[Path]:
-    files = [p for p in zoo.rglob("*") if p.name.endswith("metadata") and p.is_file()]
-    return [p for p in files if "hostile" not in str(p)]
-
-
 def test_all_metadata_of_the_zoo_are_read_like_the_c_unpickler_does(zoo):
-    files = metadata_files(zoo)
+    files = [path for path in zoo.rglob("*metadata") if path.is_file() and "hostile" not in str(path)]
     assert len(files) > 30
     for file in files:
         data = file.read_bytes()
-        assert shown(loads(data, file="m")) == shown(loads_in_c(data, file="m")), file
+        assert described(loads(data, file="m")) == described(loads_in_c(data, file="m")), file
 
 
 def test_classes_under_old_module_names_are_read(zoo):
@@ -34,7 +31,7 @@ def test_classes_under_old_module_names_are_read(zoo):
     moved = data.replace(b"\x8c" + bytes([len(new)]) + new, b"\x8c" + bytes([len(old)]) + old)
     moved = b"\x80\x04" + moved[11:]  # without the frame, whose length no longer fits
     assert moved != data
-    assert shown(loads(moved, file="m")) == shown(loads(data, file="m"))
+    assert described(loads(moved, file="m")) == described(loads(data, file="m"))
 
 
 def test_garbage_collection_is_on_again_after_an_error():
@@ -53,9 +50,6 @@ def test_oversized_containers_are_refused(many):
 
 @pytest.mark.parametrize("name", ["dcp_threads2_w2/ckpt", "dcp_zstd_w2/ckpt", "dcp_torchtitan_like_w2/step-2"])
 def test_a_catalog_is_the_same_whether_items_are_parsed_or_compared(zoo, name, monkeypatch):
-    from ckptkit.formats.dcp import locate
-    from ckptkit.formats.dcp.catalog import open_catalog
-
     def rows() -> dict[str, Any]:
         catalog = open_catalog(LocalStore(zoo / name))
         return {n: (e.dtype, e.shape, e.role, e.fqn, e.state, list(e.slices)) for n, e in catalog.tensors.items()}

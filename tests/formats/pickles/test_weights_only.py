@@ -19,6 +19,7 @@ from tests.formats import interop_cases as interop
 from tests.formats.damages import rezipped
 from tests.formats.interop_cases import CODE, OBJECTS, REFUSED, same
 from tests.hostile.sources import Evil, saved
+from tests.patches import failing
 
 
 @pytest.mark.parametrize("value", [{"a": 1, "t": torch.arange(3)}, [], torch.zeros(0, 2), (1.5, "x", None)])
@@ -104,21 +105,12 @@ def test_a_container_that_holds_itself_round_trips():
     assert found[1][0] is found and len(found) == 2
 
 
-@pytest.mark.parametrize(
-    "data",
-    [b"", b"PK", b"PK\x03\x04" + bytes(200), b"\x80\x02.", b"\x80\x02K\x01.", b"\t" * 72, b"PK\x05\x06" + bytes(18)],
-)  # fmt: skip
+@pytest.mark.parametrize("data", [
+    b"", b"PK", b"PK\x03\x04" + bytes(200), b"\x80\x02.", b"\x80\x02K\x01.", b"\t" * 72, b"PK\x05\x06" + bytes(18),
+])  # fmt: skip
 def test_bytes_that_torch_did_not_write_raise_a_ckptkit_error(data):
     with pytest.raises(CkptkitError, match="f"):
         parse_object(data, file="f")
-
-
-class TooLarge:
-    def __init__(self, error):
-        self.error = error
-
-    def __reduce__(self):
-        raise self.error
 
 
 @pytest.mark.parametrize(("error", "said"), [
@@ -127,8 +119,9 @@ class TooLarge:
     (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "x: not enough memory to save it: Default"),
 ])  # fmt: skip
 def test_a_save_that_runs_out_of_memory_does_not_blame_the_type(error, said):
+    value = type("TooLarge", (), {"__reduce__": failing(error)})()
     with pytest.raises((MemoryError, SaveError), match=said):
-        dump_object(TooLarge(error), name="x", advice="or else")
+        dump_object(value, name="x", advice="or else")
 
 
 class Outer:

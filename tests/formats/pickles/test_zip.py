@@ -1,8 +1,9 @@
-"""read_archive finds every tensor of a torch.save zip without torch, and refuses what torch.save never writes."""
+"""Every tensor of a torch.save zip or an older file is found without torch; what torch.save never writes is refused."""
 
 import collections
 import io
 import pickle
+import struct
 import types
 import zipfile
 from collections.abc import Callable
@@ -12,9 +13,11 @@ import pytest
 import torch
 
 from ckptkit.errors import CorruptCheckpointError, UnsupportedFormatError
+from ckptkit.formats.pickles.legacy import read_legacy
 from ckptkit.formats.pickles.zip import read_archive
 from ckptkit.storage.local import LocalStore
 from tests.formats.damages import rezipped
+from tests.hostile.sources import saved as torch_saved
 
 
 @pytest.fixture
@@ -31,26 +34,22 @@ def test_an_archive_that_is_rewritten_unchanged_is_read(saved):
         assert read_archive(LocalStore(saved.parent), "x.pt")["w"].shape == (6,)
 
 
-class _View:
-    """Pickled as a tensor of four elements in storage "0", of a storage class."""
-
-    def __init__(self, kind: Any) -> None:
-        self.kind = kind
-
-    def __reduce__(self) -> Any:
-        storage = types.SimpleNamespace(kind=self.kind)
-        return torch._utils._rebuild_tensor_v2, (storage, 0, (4,), (1,), False, collections.OrderedDict())
-
-
 class _Pickler(pickle.Pickler):
+    """Pickles a storage class in a namespace as a tensor of four elements in storage "0"."""
+
+    def reducer_override(self, item: Any) -> Any:
+        if not isinstance(item, types.SimpleNamespace):
+            return NotImplemented
+        return torch._utils._rebuild_tensor_v2, ([item.kind], 0, (4,), (1,), False, collections.OrderedDict())
+
     def persistent_id(self, item: Any) -> Any:
-        return ("storage", item.kind, "0", "cpu", 4) if isinstance(item, types.SimpleNamespace) else None
+        return ("storage", item[0], "0", "cpu", 4) if isinstance(item, list) else None
 
 
 def test_every_view_of_a_storage_with_two_dtypes_is_located(saved):
     out = io.BytesIO()
     kinds = {"a": torch.FloatStorage, "b": torch.IntStorage, "c": torch.IntStorage}
-    _Pickler(out, 2).dump({name: _View(kind) for name, kind in kinds.items()})
+    _Pickler(out, 2).dump({name: types.SimpleNamespace(kind=kind) for name, kind in kinds.items()})
     saved.write_bytes(rezipped(saved.read_bytes(), lambda n, d: [(n, out.getvalue() if n.endswith(".pkl") else d)]))
     found = read_archive(LocalStore(saved.parent), "x.pt")
     assert [found[name].dtype for name in kinds] == ["float32", "int32", "int32"]
@@ -135,11 +134,9 @@ def test_a_truncated_archive_or_a_false_zip_directory_is_refused(saved, damage):
 
 def test_storages_that_overlap_are_refused(tmp_path):
     torch.save([torch.arange(6.0), torch.arange(6.0) + 6], tmp_path / "x.pt")
-    raw = (tmp_path / "x.pt").read_bytes()
-    entries = [i for i in range(len(raw)) if raw[i : i + 4] == b"PK\x01\x02"]
-    named = {raw[i + 46 : i + 46 + raw[i + 28]].decode(): i for i in entries}
-    first, second = named["x/data/0"], named["x/data/1"]
-    raw = raw[: second + 42] + raw[first + 42 : first + 46] + raw[second + 46 :]
+    raw = bytearray((tmp_path / "x.pt").read_bytes())
+    first, second = (raw.rindex(name) - 46 for name in (b"x/data/0", b"x/data/1"))  # in the zip directory
+    raw[second + 42 : second + 46] = raw[first + 42 : first + 46]
     (tmp_path / "x.pt").write_bytes(raw)
     with pytest.raises(CorruptCheckpointError, match="overlaps"):
         read_archive(LocalStore(tmp_path), "x.pt")
@@ -150,3 +147,30 @@ def test_a_torchscript_program_is_refused_as_such(tmp_path):
     torch.jit.script(torch.nn.Linear(2, 3)).save(tmp_path / "m.pt")
     with pytest.raises(UnsupportedFormatError, match=r"m\.pt is a TorchScript program"):
         read_archive(LocalStore(tmp_path), "m.pt")
+
+
+# --- the formats before the zip
+
+
+def _big_endian(raw: bytes) -> bytes:
+    front, key, rest = raw.partition(b"little_endian")
+    return front + key + rest.replace(b"\x88", b"\x89", 1)
+
+
+LEGACY: dict[str, tuple[Callable[[bytes], bytes], type[Exception], str]] = {
+    **{f"{cut} bytes are missing": (lambda raw, cut=cut: raw[:-cut], CorruptCheckpointError, r"x\.bin: ")
+       for cut in (1, 8, 24, 40, 300)},
+    "a size that contradicts the pickle": (
+        lambda raw: raw[:-32] + raw[-32:-24].replace(struct.pack("<q", 6), struct.pack("<q", 1 << 40)) + raw[-24:],
+        CorruptCheckpointError, "does not have the size recorded"),
+    "big-endian": (_big_endian, UnsupportedFormatError, "big-endian"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", LEGACY)
+def test_a_damaged_or_big_endian_legacy_file_is_refused(tmp_path, fault):
+    change, error, text = LEGACY[fault]
+    raw = torch_saved({"w": torch.arange(6.0), "n": 3}, _use_new_zipfile_serialization=False)
+    (tmp_path / "x.bin").write_bytes(change(raw))
+    with pytest.raises(error, match=text):
+        read_legacy(LocalStore(tmp_path), "x.bin")

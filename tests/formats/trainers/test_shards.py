@@ -18,32 +18,28 @@ from ckptkit.formats.trainers.shards import local_parts, mesh_coordinate, slices
 S0, S1, R = Placement("shard", 0), Placement("shard", 1), Placement("replicate")
 
 
-def _torch_placement(placement: Placement):
-    if placement.kind == "replicate":
-        return Replicate()
-    if placement.kind == "shard":
-        return Shard(placement.dim)
-    return _StridedShard(placement.dim, split_factor=placement.split_factor)
+def strided(dim: int, split: int) -> Placement:
+    return Placement("strided_shard", dim, split)
 
 
-CASES = [((n,), (S0,), (7, 5)) for n in (1, 2, 3, 4, 8)] + [
-    ((2, 2), (S0, S0), (7, 5)),
-    ((2, 3), (S0, S1), (7, 5)),
-    ((2, 2), (R, S0), (3, 2)),
-    ((3, 2), (S0, R), (2, 9)),
-    ((2, 2), (Placement("strided_shard", 0, 2), S0), (8, 3)),
-    ((2, 2), (Placement("strided_shard", 0, 2), S0), (5, 3)),
-    ((4, 2), (Placement("strided_shard", 0, 2), S0), (21, 3)),
-    ((2, 2, 2), (R, Placement("strided_shard", 1, 2), S1), (3, 13)),
-    ((2,), (Placement("strided_shard", 0, 3),), (11, 2)),
-    ((2, 2), (S1, Placement("strided_shard", 1, 3)), (2, 17)),
-]
+CASES = [
+    *(((n,), (S0,), (7, 5)) for n in (1, 2, 3, 4, 8)),
+    ((2, 2), (S0, S0), (7, 5)), ((2, 3), (S0, S1), (7, 5)), ((2, 2), (R, S0), (3, 2)), ((3, 2), (S0, R), (2, 9)),
+    ((2, 2), (strided(0, 2), S0), (8, 3)), ((2, 2), (strided(0, 2), S0), (5, 3)),
+    ((4, 2), (strided(0, 2), S0), (21, 3)), ((2, 2, 2), (R, strided(1, 2), S1), (3, 13)),
+    ((2,), (strided(0, 3),), (11, 2)), ((2, 2), (S1, strided(1, 3)), (2, 17)),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("mesh_shape", "placements", "shape"), CASES)
 def test_each_element_is_where_torch_puts_it(mesh_shape, placements, shape):
     whole = np.arange(np.prod(shape)).reshape(shape)
-    theirs = [_torch_placement(placement) for placement in placements]
+    kinds = {
+        "replicate": lambda _: Replicate(),
+        "shard": lambda placement: Shard(placement.dim),
+        "strided_shard": lambda placement: _StridedShard(placement.dim, split_factor=placement.split_factor),
+    }
+    theirs = [kinds[placement.kind](placement) for placement in placements]
     for coordinate in itertools.product(*map(range, mesh_shape)):
         parts = local_parts(shape, mesh_shape, coordinate, placements)
         local_shape, offset = _compute_local_shape_and_global_offset(shape, mesh_shape, list(coordinate), theirs)
@@ -62,48 +58,37 @@ def test_each_element_is_where_torch_puts_it(mesh_shape, placements, shape):
 def test_the_local_shape_reveals_fsdp_over_uneven_tp_shards():
     # 7 rows: tp splits them into 4 + 3, then dp splits each over 3 ranks. Rank (2, 0) has nothing, rank (2, 1) row 6;
     # reading the placements from left to right would give the opposite.
-    placements = (Placement("strided_shard", 0, 2), S0)
+    placements = (strided(0, 2), S0)
     assert local_parts((7,), (3, 2), (2, 1), placements, local_shape=(1,))[0].box == Box((6,), (1,))
     assert local_parts((7,), (3, 2), (2, 0), placements, local_shape=(0,))[0].box.numel == 0
 
 
 def test_an_empty_part_may_have_any_shape_without_elements():
-    parts = local_parts((7, 1), (2, 2), (0, 1), (S0, Placement("shard", 1)), local_shape=(0, 0))  # as FSDP2 shards it
+    parts = local_parts((7, 1), (2, 2), (0, 1), (S0, S1), local_shape=(0, 0))  # as FSDP2 shards it
     assert [part.box for part in parts] == [Box((0, 1), (4, 0))]
     with pytest.raises(CorruptCheckpointError):
-        local_parts((7, 1), (2, 2), (0, 1), (S0, Placement("shard", 1)), local_shape=(4, 1))
+        local_parts((7, 1), (2, 2), (0, 1), (S0, S1), local_shape=(4, 1))
 
 
-@pytest.mark.parametrize(
-    ("placement", "local_shape", "error", "text"),
-    [
-        (Placement("partial"), None, UnsupportedFormatError, "summed"),
-        (S0, (3,), CorruptCheckpointError, r"\[3\].*\[2\]"),
-        (S1, None, CorruptCheckpointError, r"Shard\(1\)"),
-        (Placement("strided_shard", 0, 2**40), None, UnsupportedFormatError, "unknown"),
-    ],
-    ids=["a partial placement", "another local shape", "a missing dimension", "an absurd split"],
-)
+@pytest.mark.parametrize(("placement", "local_shape", "error", "text"), [
+    (Placement("partial"), None, UnsupportedFormatError, "summed"),
+    (S0, (3,), CorruptCheckpointError, r"\[3\].*\[2\]"),
+    (S1, None, CorruptCheckpointError, r"Shard\(1\)"),
+    (strided(0, 2**40), None, UnsupportedFormatError, "unknown"),
+], ids=["a partial placement", "another local shape", "a missing dimension", "an absurd split"])  # fmt: skip
 def test_placements_that_do_not_fit_are_refused(placement, local_shape, error, text):
     with pytest.raises(error, match=text):
         local_parts((4,), (2,), (0,), (placement,), local_shape=local_shape)
 
 
-def test_slices_point_to_the_bytes_of_their_box():
-    local = np.arange(12, dtype=np.float32).reshape(4, 3)
-    parts = local_parts((8, 3), (2,), (1,), (Placement("strided_shard", 0, 2),), local_shape=(4, 3))
-    stored = StoredTensor(Storage("f", "0", 48, "float32", start=100), "float32", (4, 3), (3, 1))
-    slices = slices_of(parts, stored, rank=1)
+def test_slices_point_to_the_bytes_of_their_box_and_keep_strides():
+    storage = Storage("f", "0", 48, "float32", start=100)
+    parts = local_parts((8, 3), (2,), (1,), (strided(0, 2),), local_shape=(4, 3))
+    slices = slices_of(parts, StoredTensor(storage, "float32", (4, 3), (3, 1)), rank=1)
     assert [s.box for s in slices] == [Box((2, 0), (2, 3)), Box((6, 0), (2, 3))]
     assert [(s.start, s.nbytes, s.strides) for s in slices] == [(100, 24, None), (100 + 24, 24, None)]
-    assert local[2:].tobytes() == local.tobytes()[24:48]
-
-
-def test_a_transposed_local_tensor_keeps_its_strides():
-    parts = local_parts((4, 3), (2,), (0,), (S0,))
-    (found,) = slices_of(
-        parts, StoredTensor(Storage("f", "0", 24, "float32", start=0), "float32", (2, 3), (1, 2)), rank=0
-    )
+    transposed = StoredTensor(storage, "float32", (2, 3), (1, 2))
+    (found,) = slices_of(local_parts((4, 3), (2,), (0,), (S0,)), transposed, rank=0)
     assert (found.strides, found.nbytes) == ((1, 2), 24)
 
 
@@ -127,28 +112,20 @@ def _gather(whole, parts):
     return local
 
 
-@pytest.mark.parametrize(
-    ("shape", "local", "placements"),
-    [
-        ((2**40,), (4,), (Placement("strided_shard", 0, 2**16),) * 4),
-        ((2**20, 2**20, 0), (2**16, 2**16, 0), [Placement("strided_shard", dim, 2**15) for dim in (0, 1)]),
-    ],
-    ids=["runs", "boxes"],
-)
+@pytest.mark.parametrize(("shape", "local", "placements"), [
+    ((2**40,), (4,), [strided(0, 2**16)] * 4),
+    ((2**20, 2**20, 0), (2**16, 2**16, 0), [strided(dim, 2**15) for dim in (0, 1)]),
+], ids=["runs", "boxes"])  # fmt: skip
 def test_placements_with_billions_of_shards_are_refused_at_once(shape, local, placements):
     mesh = (2,) * len(placements)
     with pytest.raises(CorruptCheckpointError):
         local_parts(shape, mesh, (0,) * len(mesh), placements, local_shape=local)
 
 
-@pytest.mark.parametrize(
-    ("mesh", "placements", "order", "rows"),
-    [
-        ((2, 2, 3), (Placement("strided_shard", 0, 6), S0, S0), (1, 2, 0), 9),
-        ((3, 4), (Placement("strided_shard", 0, 4), S0), (1, 0), 27),
-        ((2, 3, 4), (S0, Placement("strided_shard", 0, 4), S0), (0, 2, 1), 54),
-    ],
-)
+@pytest.mark.parametrize(("mesh", "placements", "order", "rows"), [
+    ((2, 2, 3), (strided(0, 6), S0, S0), (1, 2, 0), 9), ((3, 4), (strided(0, 4), S0), (1, 0), 27),
+    ((2, 3, 4), (S0, strided(0, 4), S0), (0, 2, 1), 54),
+])  # fmt: skip
 def test_uneven_strided_shards_have_the_rows_that_fsdp2_gave_them(mesh, placements, order, rows):
     """Some ranks' sizes fit torch's reading of the placements, too, but not their rows."""
     for at in itertools.product(*map(range, mesh)):
