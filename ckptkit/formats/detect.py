@@ -27,7 +27,7 @@ from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.own.record import CommitRecord, find_record, step_of_name
 from ckptkit.formats.state_names import ACCELERATE_FILE, ACCELERATE_MODEL, WEIGHTS_NAMES
 from ckptkit.formats.torch_save import MODEL_FILES, TORCH_ENDINGS, TORCH_STARTS, may_hold_model, model_file, torch_files
-from ckptkit.formats.trainers.steps import ordered, parse_step
+from ckptkit.formats.trainers.steps import STEP_DIRECTORY, ordered, parse_step
 from ckptkit.gc_pause import collector_paused
 from ckptkit.storage import FileInfo, Store, open_store
 from ckptkit.storage.local import is_directory
@@ -320,11 +320,12 @@ def _check_weights(catalog: Catalog, url: str) -> None:
 def _with_step(catalog: Catalog, url: str) -> Catalog:
     """Return the catalog with the step in the directory's name, unless the catalog already has a step.
 
-    A name that contains only an epoch, such as epoch_3, gives no step. The number in the name is also ignored if it
+    If the name contains neither a step nor an epoch, the step is that of the parent, as in step100/model_and_optim. A
+    name that contains only an epoch, such as epoch_3, gives no step. The number in the name is also ignored if it
     equals the checkpoint's "epoch".
     """
-    name = url.rpartition("/")[2]
-    named = parse_step(name)
+    parent, name = f"/{url}".split("/")[-2:]
+    named = parse_step(name) or (parse_step(parent) if STEP_DIRECTORY.fullmatch(parent) else None)
     if catalog.info.step is not None or named is None or not named.has_step:
         return catalog
     epoch = catalog.objects.get("epoch")

@@ -76,6 +76,8 @@ def test_steps_are_ordered(names):
 TOLD: dict[str, tuple[dict[str, Any], int | None]] = {
     "an epoch alone": ({"epoch_3/model.safetensors": HF}, None),
     "an epoch and a step": ({"epoch_3_step_7/model.safetensors": HF}, 7),
+    "a step above the weights": ({"step100/model_and_optim/model.safetensors": HF}, 100),
+    "a number in the name of a run": ({"step100_b/actor/model.safetensors": HF}, None),
     "step 0": ({"step_0/model.safetensors": HF}, 0),
     "a negative step": ({"a.pt": {**WEIGHTS, "step": -1}}, None),
     "a number that the file calls its epoch": ({"checkpoint-3.pth.tar": {**WEIGHTS, "epoch": 3}}, None),
@@ -86,7 +88,8 @@ TOLD: dict[str, tuple[dict[str, Any], int | None]] = {
 @pytest.mark.parametrize("case", TOLD)
 def test_a_checkpoint_has_a_step_only_if_its_name_or_content_says_so(tmp_path, case):
     files, step = TOLD[case]
-    assert open_source(str(lay(tmp_path, files))).catalog.info.step == step
+    source = open_source(str(lay(tmp_path, files)))
+    assert source.catalog.info.step == open_source(source.url).catalog.info.step == step
 
 
 # What is in a directory, the files that are read, and a note.

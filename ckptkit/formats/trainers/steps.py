@@ -14,6 +14,7 @@ _DIGITS = (
 _STEP = re.compile(
     rf"(?:global_?step|step|iter(?:ation)?|checkpoint|ckpt|batch|(?<![a-z0-9])ba)s?[-_=]?({_DIGITS})", re.IGNORECASE
 )
+STEP_DIRECTORY = re.compile(r"(?:global_?step|step|iter(?:ation)?|checkpoint|ckpt)s?[-_=]?\d{1,18}", re.IGNORECASE)
 _EPOCH = re.compile(r"(?:epoch|(?<![a-z0-9])ep)[-_=]?(\d{1,18})", re.IGNORECASE)
 _ASIDE = ".aside-"  # a directory that a save renamed; random hex digits follow, such as "ba6"
 _NUMBER = re.compile(r"\d{1,18}")

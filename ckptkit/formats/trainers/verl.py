@@ -37,11 +37,9 @@ def open_catalog(store: Store, *, options: ReadOptions = DEFAULTS) -> Catalog:
     if of_optimizer.names:
         optimizer = _optimizer(store, of_optimizer, world_size, model, options)
     lora = next((meta for path in _ADAPTERS if isinstance(meta := read_json(store, path), dict)), None)
-    step = re.search(r"global_step_(\d+)(?:/[^/]*)?/?$", store.url)
     info = CatalogInfo(
         "verl",
         producer="verl",
-        step=int(step[1]) if step else None,
         world_size=world_size,
         mesh=model.mesh,
         files={name: sizes[name] for name in files if f"_world_size_{world_size}_rank_" in name},
