@@ -19,7 +19,6 @@ _MODEL_KEYS = frozenset(MODEL_KEYS)
 _MASTER_STATES = frozenset(("master", "master_param", "master_weight", "fp32_master", "fp32_param", "fp32"))
 _ACTORS, _CRITIC = frozenset(("actor", "policy")), "critic"  # beside an actor, a critic is a second model
 _PARTS = ("state", "master", PARAM_GROUPS)
-_STATES = _MASTER_STATES | {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "step", "square_avg"}
 
 
 class EntryRole(NamedTuple):
@@ -153,10 +152,7 @@ def optimizer_role(path: Path) -> EntryRole:
     if len(path) == 1 and isinstance(head, str):
         kind, _, rest = head.partition(".")
         if kind == "state" and "." in rest:
-            first, _, after = rest.partition(".")
             fqn, _, state = rest.rpartition(".")
-            if first in _STATES and state not in _STATES:  # Megatron puts the state name first
-                return _state(after, first)
             return _state(fqn, state)
         if kind == "master" and rest:
             return EntryRole(Role.MASTER, rest)
