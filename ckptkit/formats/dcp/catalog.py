@@ -91,10 +91,11 @@ def metadata_files(listing: Mapping[str, FileInfo]) -> list[str]:
         return [METADATA]
     ranks = {int(m[1]): name for name in listing if (m := _RANK_METADATA.fullmatch(name))}
     if ranks:
-        missing = sorted(set(range(max(ranks) + 1)) - ranks.keys()) if max(ranks) < 1 << 20 else [-1]
+        last = max([*ranks, *(int(m[1]) for name in listing if (m := _DATA_FILE.fullmatch(name)))])
+        missing = sorted(set(range(last + 1)) - ranks.keys()) if last < 1 << 20 else [-1]
         if missing:
             raise IncompleteCheckpointError(
-                f"__{missing[0]}.metadata is missing: each of the ranks 0 to {max(ranks)} wrote such a file."
+                f"__{missing[0]}.metadata is missing: each of the ranks 0 to {last} writes such a file."
             )
         return [ranks[rank] for rank in sorted(ranks)]
     if f"{METADATA}.tmp" in listing:
