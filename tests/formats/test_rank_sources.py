@@ -76,11 +76,14 @@ def test_rank_files_of_different_steps_are_refused(verl, tmp_path):
         open_source(str(tmp_path / "a"))
 
 
-def test_missing_optimizer_files_are_noted_and_the_weights_stay_readable(verl, tmp_path):
+@pytest.mark.parametrize("is_there", [False, True])
+def test_missing_or_foreign_optimizer_files_are_noted_and_the_weights_stay_readable(verl, tmp_path, is_there):
     weights = verl("1d")["model"]
-    (tmp_path / "optim_world_size_2_rank_1.pt").unlink()
+    (file := tmp_path / "optim_world_size_2_rank_1.pt").unlink()
+    if is_there:
+        shutil.copy(tmp_path / "model_world_size_2_rank_1.pt", file)
     notes = opened_with(tmp_path, {"model": weights}).catalog.info.notes
-    assert any("optimizer was skipped: " in note and "optim_world_size_2_rank_1.pt" in note for note in notes)
+    assert any("optimizer was skipped" in note and file.name in note for note in notes)
 
 
 @pytest.mark.parametrize(("world", "lr"), [(2, 1e-3), (3, 1e-3), (2, 0.0)])  # 0.0: the weights of all norms are equal

@@ -9,7 +9,7 @@ import re
 from dataclasses import replace
 
 from ckptkit.catalog.entry import Catalog, CatalogInfo, Role, TensorEntry
-from ckptkit.errors import UnsupportedFormatError
+from ckptkit.errors import CorruptCheckpointError, UnsupportedFormatError
 from ckptkit.formats.dcp import catalog
 from ckptkit.formats.hf.side_files import read_json
 from ckptkit.formats.options import DEFAULTS, ReadOptions
@@ -19,19 +19,24 @@ from ckptkit.storage import Store
 METADATA = "metadata.json"
 _OPTIMIZER = re.compile(r"(?:.*\.)?optimizer\.(?:state\.([a-z0-9_]+)|distributed)\.(.+)")
 _MASTER_STATES = frozenset(("fp32_param", "param", "master_param"))
+_MAX_BYTES = 1 << 16  # of metadata.json, in which the key is searched
 _OBJECTS = {"common": "common.pt", "modelopt_state": "modelopt_state.pt"}
 
 
 def is_megatron(store: Store) -> bool:
-    """Return whether metadata.json at the store's root is Megatron's."""
-    content = read_json(store, METADATA)
-    return isinstance(content, dict) and "sharded_backend" in content
+    """Return whether metadata.json at the store's root is Megatron's, perhaps damaged."""
+    try:
+        return b'"sharded_backend"' in store.read(METADATA, 0, _MAX_BYTES)
+    except FileNotFoundError:
+        return False
 
 
 def open_catalog(store: Store, *, options: ReadOptions = DEFAULTS) -> Catalog:
     """Read the DCP checkpoint at the store's root. Optimizer states are recognized by Megatron's names."""
     content = read_json(store, METADATA)
-    backend = content.get("sharded_backend") if isinstance(content, dict) else None
+    if not isinstance(content, dict):
+        raise CorruptCheckpointError(f"{METADATA} is damaged: it is not a JSON object. Copy it from the original.")
+    backend = content.get("sharded_backend")
     if backend not in ("torch_dist", "torch_dcp", "fsdp_dtensor"):
         raise UnsupportedFormatError(
             f"{METADATA}: sharded_backend is {backend!r}; only 'torch_dist' is supported. Save again with "

@@ -66,7 +66,8 @@ def read_optimizer(
     """
     found = OptimizerState()
     if not is_state_dicts(values):
-        found.notes.append(f"{what.format(rank=0)} contains no Optimizer.state_dict(); the optimizer was skipped.")
+        odd = next((rank for rank, value in enumerate(values) if not _is_state_dict(value)), 0)
+        found.notes.append(f"{what.format(rank=odd)} contains no Optimizer.state_dict(); the optimizer was skipped.")
         return found
     check_steps([list(value["state"].values()) for value in values], [what.format(rank=r) for r in range(len(values))])
     names = _names(values, params) if names is None else names

@@ -10,7 +10,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 
 from ckptkit.catalog.entry import Role
-from ckptkit.errors import IncompleteCheckpointError, UnsupportedFormatError
+from ckptkit.errors import CorruptCheckpointError, IncompleteCheckpointError, UnsupportedFormatError
 from ckptkit.formats.detect import open_source
 from tests.formats.damages import lay
 
@@ -40,6 +40,13 @@ def test_plans_in_megatrons_metadata_are_accepted(tmp_path):
     assert list(catalog.by_role(Role.MODEL)) == [WEIGHT]
     assert catalog.tensors[f"optimizer.state.exp_avg.{WEIGHT}"].fqn == WEIGHT
     assert list(catalog.objects) == ["decoder.layers.mlp.linear_fc1._extra_state/shard_0_3"]
+
+
+def test_a_damaged_metadata_json_of_megatron_is_an_error(saved):
+    file = saved / "metadata.json"
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(CorruptCheckpointError, match=r"metadata\.json is damaged"):
+        open_source(str(saved))
 
 
 def test_buckets_of_the_distributed_optimizer_are_not_weights(tmp_path):
