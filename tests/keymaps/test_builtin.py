@@ -114,6 +114,8 @@ def test_torchtitan_llama3_gives_the_hf_names_and_rotary_layout(titan):
         chosen = choose_map(targets_of(native), config=config, **options)
         assert chosen.key_map.name == "torchtitan-llama3"
         assert_same(dict(chosen.mapped.targets), native, hub)
+    back = builtin_map("inverse:torchtitan-llama3").apply(targets_of(hub), config=config)
+    assert_same(dict(back.targets), hub, native)
 
 
 def test_torchtitan_without_a_config_keeps_its_names_and_asks_for_a_base(titan):

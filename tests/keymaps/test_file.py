@@ -74,18 +74,6 @@ def test_sizes_of_null_mean_equal_parts_in_a_split_and_its_inverse():
     assert null == equal and null.inverse() == equal.inverse()
 
 
-def test_an_error_in_a_file_names_the_line_of_the_rule():
-    text = EXPERTS.replace('op = "split"', 'op = "slice"')
-    with pytest.raises(UsageError, match=r"mine\.toml, rule 2, line 10: op = 'slice' is not one of rename, drop"):
-        parse_key_map(text, file="mine.toml")
-
-
-@toml
-def test_broken_toml_is_refused_with_its_line():
-    with pytest.raises(UsageError, match=r"m\.toml is not valid TOML: .*line 1"):
-        parse_key_map("rules = =", file="m.toml")
-
-
 @pytest.mark.parametrize(
     ("rule", "said"),
     [
@@ -118,41 +106,11 @@ def test_each_error_in_a_file_names_the_rule_and_the_key(rule, said):
     assert all(part in str(caught.value) for part in ("m.json", "rule 2", said))
 
 
-@pytest.mark.parametrize(
-    "text", ["[]", "{}", '{"rules": []}', '{"rules": {}}', '{"rules": [], "extra": 1}', "{", "[" * 9999]
-)
-def test_a_file_without_a_key_map_is_refused(text):
-    with pytest.raises(CkptkitError, match=r"m\.json"):
-        parse_key_map(text, file="m.json")
-
-
-def test_rest_must_be_keep_drop_or_refuse():
-    with pytest.raises(UsageError, match="rest = 'maybe'"):
-        parse({"op": "drop", "from": "a"}, rest="maybe")
-
-
-@toml
-@pytest.mark.parametrize("text", ["a = " + "[" * 5000, "a = " + "9" * 5000, "a" + ".a" * 5000 + " = 1", "a = {" * 3000],
-                         ids=["deep", "digits", "dotted", "tables"])  # fmt: skip
-def test_toml_that_would_exhaust_its_parser_is_refused(text):
-    with pytest.raises(UsageError, match=r"m\.toml"):
-        parse_key_map(text, file="m.toml")
-
-
 @pytest.mark.parametrize("op", [[], {}, None, 1, "x" * 10**6], ids=lambda op: type(op).__name__)
 def test_the_error_for_an_invalid_operation_is_short(op):
     with pytest.raises(UsageError, match="rule 1") as caught:
         parse({"op": op, "from": "a"})
     assert len(str(caught.value)) < 1000
-
-
-@pytest.mark.parametrize(("rules", "name", "shape", "error"), [
-    ([{"op": "rename", "from": "{x:*}", "to": "{x}{x}"}] * 40, "ab", (2,), UsageError),
-    ([{"op": "unstack", "from": "a", "to": "a.{i}"}], "a", (2**40, 0), CkptkitError),
-], ids=["a name is doubled repeatedly", "an empty tensor has billions of rows"])  # fmt: skip
-def test_rules_with_exponential_results_are_refused(rules, name, shape, error):
-    with pytest.raises(error, match="65536 are allowed"):
-        parse(*rules).apply(targets_of({name: np.empty(shape)}))
 
 
 @pytest.mark.parametrize("index", ["²", "٣", "9" * 5000, "-1"])
@@ -161,7 +119,32 @@ def test_an_index_that_is_not_a_plain_number_does_not_match(index):
     assert list(key_map.apply(targets_of({f"a.{index}": np.zeros(2)})).targets) == [f"a.{index}"]
 
 
-@pytest.mark.parametrize("sizes", [[-1, 5], ["²", 4], [0, "9" * 4999]])
-def test_invalid_sizes_are_refused(sizes):
-    with pytest.raises(CkptkitError):
-        parse({"op": "split", "from": "a", "to": ["b", "c"], "sizes": sizes}).apply(targets_of({"a": np.zeros(4)}))
+@toml
+@pytest.mark.parametrize(("text", "said"), [
+    (EXPERTS.replace('op = "split"', 'op = "slice"'), ", rule 2, line 10: op = 'slice' is not one of rename, drop"),
+    ("rules = =", " is not valid TOML: .*line 1"),
+    *((text, "") for text in ("a = " + "[" * 5000, "a = " + "9" * 5000, "a" + ".a" * 5000 + " = 1", "a = {" * 3000)),
+], ids=["rule", "broken", "deep", "digits", "dotted", "tables"])  # fmt: skip
+def test_toml_that_is_wrong_or_would_exhaust_its_parser_is_refused_with_the_line(text, said):
+    with pytest.raises(UsageError, match=rf"m\.toml{said}"):
+        parse_key_map(text, file="m.toml")
+
+
+@pytest.mark.parametrize("text", [
+    "[]", "{}", '{"rules": []}', '{"rules": {}}', '{"rules": [], "extra": 1}', "{", "[" * 9999,
+    '{"rules": [{"op": "drop", "from": "a"}], "rest": "maybe"}',
+])  # fmt: skip
+def test_a_file_without_a_key_map_is_refused(text):
+    with pytest.raises(CkptkitError, match=r"m\.json.*rest = 'maybe'" if "rest" in text else r"m\.json"):
+        parse_key_map(text, file="m.json")
+
+
+@pytest.mark.parametrize(("rules", "name", "shape", "said"), [
+    ([{"op": "rename", "from": "{x:*}", "to": "{x}{x}"}] * 40, "ab", (2,), "65536 are allowed"),
+    ([{"op": "unstack", "from": "a", "to": "a.{i}"}], "a", (2**40, 0), "65536 are allowed"),
+    *(([{"op": "split", "from": "a", "to": ["b", "c"], "sizes": sizes}], "a", (4,), None)
+      for sizes in ([-1, 5], ["²", 4], [0, "9" * 4999])),
+])  # fmt: skip
+def test_rules_with_exponential_or_impossible_results_are_refused(rules, name, shape, said):
+    with pytest.raises(CkptkitError, match=said):
+        parse(*rules).apply(targets_of({name: np.empty(shape)}))
