@@ -180,10 +180,11 @@ def test_an_adapter_file_may_contain_the_base_weight_of_its_embedding(tmp_path):
 
 def test_the_base_may_have_another_format_and_storage(tmp_path):
     adapted, adapter, base = apart(tmp_path, "modules to save")
-    convert(str(base), "memory://adapters/base/step_00000007", to="local", world_size=3)
-    assert_same(merge_into("memory://adapters/base/step_00000007", adapter).tensors, expected(adapted))
-    reshard("memory://adapters/base/step_00000007", str(tmp_path / "step_00000007"), world_size=2)
-    assert_same(merge_into(tmp_path / "step_00000007", adapter, overwrite=True).tensors, expected(adapted))
+    remote, local = "memory://adapters/base/step_00000007", tmp_path / "step_00000007"
+    convert(str(base), remote, to="local", world_size=3)
+    reshard(remote, str(local), world_size=2)
+    for place in (remote, local):
+        assert_same(merge_into(place, adapter, overwrite=True).tensors, expected(adapted))
 
 
 @pytest.mark.parametrize(("case", "setting"), [("kasa", {}), ("dora", {"init_lora_weights": "pissa_niter_4"})])
@@ -213,21 +214,15 @@ def test_a_base_without_the_adapted_weights_is_refused(tmp_path):
 def test_rows_merged_separately_equal_a_merge_of_the_whole_tensor(tmp_path, case):
     trained(of(case), tmp_path, dtype="bfloat16")
     plan = merged(tmp_path, of(case))
-
-    def made(tensor: ComputedTensor) -> Any:
-        return plan.computed(tensor).view(torch.int16).int()
-
     computed = [tensor for tensor in plan.export.tensors if isinstance(tensor, ComputedTensor)]
     assert computed
     for tensor in computed:
-        assert tensor.cut is not None
-        whole, rows, step = made(tensor), tensor.shape[0], 1 if tensor.shape[0] < 4 else 8
-        pieces = torch.cat([made(tensor.cut(at, min(rows, at + step))) for at in range(0, rows, step)])
-        assert len(pieces) == len(whole)
+        rows, step = tensor.shape[0], 1 if tensor.shape[0] < 4 else 8
+        pieces = [plan.computed(tensor.cut(at, min(rows, at + step))) for at in range(0, rows, step)]
+        found, whole = (t.view(torch.int16).int() for t in (torch.cat(pieces), plan.computed(tensor)))
         # The product is rounded to 16 bits, which hides most differences between kernels except the last bit.
-        difference = (pieces - whole).abs()
-        assert difference.max() <= 1, tensor.name
-        assert not difference[whole == 0].any()
+        difference = (found - whole).abs()
+        assert difference.max() <= 1 and not difference[whole == 0].any(), tensor.name
 
 
 def test_key_maps_are_applied_to_merged_tensors(tmp_path):
@@ -245,14 +240,6 @@ def test_key_maps_are_applied_to_merged_tensors(tmp_path):
     assert torch.equal(found["square.weight"], whole["square.weight"].T)
 
 
-def test_dora_and_convolutions_are_not_merged_by_rows(tmp_path):
-    config = of(target_modules=["embed", "conv2", "q"], use_dora=True)
-    trained(config, tmp_path, dtype="bfloat16")
-    tensors = merged(tmp_path, config).export.tensors
-    cut = {t.name: t.cut is not None for t in tensors if isinstance(t, ComputedTensor)}
-    assert cut == {"embed.weight": False, "conv2.weight": False, "q.weight": True}  # norms of columns; kernels
-
-
 def tiny(kind: str) -> Any:
     import transformers
 
@@ -261,12 +248,12 @@ def tiny(kind: str) -> Any:
         "num_key_value_heads": 2, "head_dim": 8,
     }  # fmt: skip
     torch.manual_seed(3)
-    if kind == "moe":
-        config = transformers.Qwen3MoeConfig(**sizes, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24)
-    elif kind == "gpt_oss":
-        config = transformers.GptOssConfig(**{**sizes, "intermediate_size": 32}, num_local_experts=4)
-    else:
-        config = transformers.LlamaConfig(**sizes, tie_word_embeddings=True)
+    name, more = {
+        "moe": ("Qwen3Moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}),
+        "gpt_oss": ("GptOss", {"intermediate_size": 32, "num_local_experts": 4}),
+        "llama": ("Llama", {"tie_word_embeddings": True}),
+    }[kind]
+    config = getattr(transformers, f"{name}Config")(**{**sizes, **more})
     return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
 
 
@@ -332,11 +319,14 @@ def test_tensors_larger_than_the_memory_limit_are_merged_by_rows(tmp_path):
     assert_same(found.tensors, expected(adapted))
 
 
-def test_the_error_for_dora_above_the_memory_limit_says_how_much_it_needs(tmp_path):
-    config = of(target_modules=["embed"], use_dora=True)
+def test_dora_and_convolutions_are_not_merged_by_rows_and_an_error_says_how_much_memory_they_need(tmp_path):
+    config = of(target_modules=["embed", "conv2", "q"], use_dora=True)
     trained(config, tmp_path / "run", dtype="bfloat16")
     export, store, catalog = merged(tmp_path / "run", config)
-    (embed,) = (tensor for tensor in export.tensors if isinstance(tensor, ComputedTensor))
+    computed = {tensor.name: tensor for tensor in export.tensors if isinstance(tensor, ComputedTensor)}
+    by_rows = {name: tensor.cut is not None for name, tensor in computed.items()}
+    assert by_rows == {"embed.weight": False, "conv2.weight": False, "q.weight": True}  # norms of columns; kernels
+    embed = computed["embed.weight"]
     work = prepare(Plan(catalog, (), (Placement.whole(embed, 0, 0),)), check=False, by_boxes=True)
     gatherer = Gatherer(SourceReader(store, work.origins), work.maps, max_bytes=4 << 10)
     with pytest.raises(UsageError, match=r"'embed.weight' \(DoRA of .* at once, .* Pass a larger --max-memory"):

@@ -1,7 +1,6 @@
 """LoRA adapters: exported under PEFT's names with a given config, or merged as by PEFT."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -73,23 +72,16 @@ def test_rows_that_head_and_embedding_share_are_stored_once():
         assert sorted(name.split(".")[2] for name in made if "token_adapter" in name) == stored_for
 
 
-def test_a_config_above_the_checkpoint_is_found_and_named(zoo):
+def test_the_adapter_config_may_be_above_the_checkpoint_in_the_base_or_recorded_by_verl(zoo, tmp_path):
     found = planned(zoo / CASE / "ckpt")
     assert found.json(CONFIG)["lora_alpha"] == 16
     assert f"adapter config: {CASE}/peft_config.json" in found.export.notes
-
-
-@pytest.fixture
-def bare(zoo: Path, tmp_path: Path) -> Path:
-    """The zoo's adapter without any config."""
-    return copied(zoo / CASE / "ckpt", tmp_path / "ckpt")
-
-
-def test_the_adapter_config_may_be_in_the_base(bare, zoo):
+    bare = copied(zoo / CASE / "ckpt", tmp_path / "ckpt")
     assert planned(bare, zoo / CASE / "EXPECTED_adapter").json(CONFIG)["lora_alpha"] == 16
-
-
-def test_the_adapter_settings_that_verl_records_are_enough(bare):
+    with pytest.raises(UsageError, match=r"rank 4, on down_proj, q_proj, v_proj\).*but not its alpha"):
+        planned(bare)
+    with pytest.raises(UsageError, match="has no lora_alpha"):
+        planned(bare, adapter_config={"r": 4})
     meta = {"r": 4, "lora_alpha": 16, "task_type": "CAUSAL_LM"}
     (bare / "lora_train_meta.json").write_text(json.dumps(meta))
     config = planned(bare).json(CONFIG)
@@ -120,13 +112,6 @@ def test_an_attribute_before_the_prefix_of_peft_is_removed_from_names():
     assert sorted(export_adapter(split, {})[0]) == names
 
 
-def test_an_unknown_alpha_is_refused(bare):
-    with pytest.raises(UsageError, match=r"rank 4, on down_proj, q_proj, v_proj\).*but not its alpha"):
-        planned(bare)
-    with pytest.raises(UsageError, match="has no lora_alpha"):
-        planned(bare, adapter_config={"r": 4})
-
-
 @pytest.mark.parametrize(("config", "more", "error", "said"), [
     ({"r": 2, "lora_alpha": 0}, {}, UsageError, "lora_alpha 0, which some tools write"),
     ({"r": 8, "lora_alpha": 1}, {}, CheckpointMismatchError, "has rank 8 for 'q', but its tensors have rank 2"),
@@ -139,11 +124,8 @@ def test_factors_that_do_not_fit_each_other_or_the_config_are_refused(config, mo
         adapter_config(config, lora(**more), base=None)
 
 
-def test_splitting_names_without_adapters_returns_none():
+def test_names_without_adapters_are_not_split_and_their_merge_is_refused(zoo):
     assert split_adapter(stored(model__lora_head__weight=(2, 2))) is None
-
-
-def test_merging_without_an_adapter_is_refused(zoo):
     with pytest.raises(UsageError, match="contains no adapter"):
         planned(zoo / "hf_ref_llama_tied", merge_adapter=True)
 

@@ -3,7 +3,6 @@
 import subprocess
 import sys
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -87,12 +86,12 @@ def test_elements_that_become_infinite_are_counted(tmp_path, shape):
     assert found.report.infinite == {"a.weight": weight.numel() - 1}
 
 
-@pytest.mark.parametrize("shape", [(300, 200), (128, 1), (1, 129), (129, 128), (5, 300, 130)])
-def test_edge_blocks_have_the_block_size_of_the_config(tmp_path, shape):
+@pytest.mark.parametrize("shape", [(300, 200), (128, 1), (1, 129), (129, 128), (5, 300, 130), (4096, 1024)])
+def test_edge_blocks_and_pieces_that_fit_into_memory_have_the_block_size_of_the_config(tmp_path, shape):
     torch.manual_seed(0)
     grid = (*shape[:-2], -(-shape[-2] // 128), -(-shape[-1] // 128))
     weight, scale = codes(*shape), torch.rand(grid)
-    found = dequantized(tmp_path, {"w.weight": weight, "w.weight_scale_inv": scale})
+    found = dequantized(tmp_path, {"w.weight": weight, "w.weight_scale_inv": scale}, max_memory="16MB", workers=4)
     wide = scale.repeat_interleave(128, -2).repeat_interleave(128, -1)[..., : shape[-2], : shape[-1]]
     same(found.tensors["w.weight"], (weight.float() * wide).bfloat16())
 
@@ -106,14 +105,6 @@ def test_a_scale_may_belong_to_the_tensor_or_to_a_row(tmp_path, shape):
     assert found.tensors.keys() == {"a.weight"}
     factor = scale.reshape(-1, 1) if scale.numel() > 1 else scale.reshape(())
     same(found.tensors["a.weight"], (weight.float() * factor.float()).bfloat16())
-
-
-def test_the_bits_do_not_depend_on_memory_or_workers(tmp_path):
-    torch.manual_seed(0)
-    src = export(tmp_path / "src", {"a.weight": codes(4096, 1024), "a.weight_scale_inv": torch.rand(32, 8)})
-    one = converted(src, tmp_path / "one", dtype="bf16", workers=1)
-    two = converted(src, tmp_path / "two", dtype="bf16", workers=4, max_memory="16MB")
-    assert_same(one.tensors, two.tensors)
 
 
 @pytest.mark.parametrize("to", ["dcp", "torch"])
@@ -141,7 +132,7 @@ def mxfp4(name: str, experts: int = 3) -> dict[str, torch.Tensor]:
     return {f"{name}_blocks": blocks, f"{name}_scales": scales.roll(1, 0)}
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32", "fp64"])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_mxfp4_has_the_values_of_transformers(tmp_path, dtype):
     reference = pytest.importorskip("transformers.integrations.mxfp4")
     if Version(transformers.__version__) < Version("5.20"):
@@ -161,26 +152,6 @@ def test_a_base_with_the_same_quantization_has_the_same_names(tmp_path, tensors)
     src = export(tmp_path / "src", tensors, {"quant_method": "any"})
     report = convert(src, str(tmp_path / "out"), dtype="bf16", base=src)
     assert any("names and shapes match" in fact for fact in report.proved)
-
-
-def test_transformers_loads_dequantized_experts_with_its_own_values(tmp_path):
-    transformers = pytest.importorskip("transformers")
-    config = transformers.GptOssConfig(
-        num_hidden_layers=1, num_local_experts=2, vocab_size=16, hidden_size=64, intermediate_size=32, head_dim=16,
-        num_attention_heads=4, num_key_value_heads=2, layer_types=["full_attention"], num_experts_per_tok=1,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    model = transformers.GptOssForCausalLM(config).bfloat16()
-    tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
-    for name in [name for name in tensors if name.endswith("_proj") and ".experts." in name]:
-        experts, inner, out = tensors.pop(name).shape
-        tensors[f"{name}_blocks"] = torch.randint(0, 256, (experts, out, inner // 32, 16), dtype=torch.uint8)
-        tensors[f"{name}_scales"] = torch.randint(118, 124, (experts, out, inner // 32), dtype=torch.uint8)
-    src = write_model(tmp_path / "src", tensors, {**config.to_dict(), "quantization_config": MXFP4})
-    convert(src, str(tmp_path / "out"), dtype="bf16")
-    load = partial(transformers.AutoModelForCausalLM.from_pretrained, dtype=torch.bfloat16)
-    wanted = load(src, quantization_config=transformers.Mxfp4Config(dequantize=True)).state_dict()
-    assert_same(load(tmp_path / "out").state_dict(), wanted)
 
 
 def packed(numbers: torch.Tensor, bits: int) -> torch.Tensor:
@@ -245,24 +216,21 @@ def fp4_values(pairs: torch.Tensor) -> torch.Tensor:
     return torch.where(code > 7, -size, size)
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
-def test_nvfp4_has_the_values_of_compressed_tensors(tmp_path, dtype):
-    tensors = nvfp4()
-    note = f"1 NVFP4 weight dequantized to {dtype}"
-    found = dequantized(tmp_path, tensors, by_groups(**FP4_WEIGHTS), note=note, dtype=dtype, verify=True)
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [*(("NVFP4", dtype) for dtype in ("bf16", "fp16", "fp32")), ("MXFP4", "bf16")]
+)
+def test_fp4_weights_have_the_values_of_compressed_tensors(tmp_path, kind, dtype):
+    tensors, settings = nvfp4(), FP4_WEIGHTS
     scale = tensors["a.weight_scale"].float() / tensors["a.weight_global_scale"]
-    expected = fp4_values(tensors["a.weight_packed"]).float() * scale.repeat_interleave(16, 1)
+    if kind == "MXFP4":
+        exponents = (torch.arange(32 * 16) % 256).to(torch.uint8).reshape(32, 16)
+        tensors = {"a.weight_packed": tensors["a.weight_packed"], "a.weight_scale": exponents}
+        settings = {**FP4_WEIGHTS, "strategy": "group", "group_size": 32}
+        scale = torch.pow(2.0, exponents.float() - 127)
+    note = f"1 {kind} weight dequantized to {dtype}"
+    found = dequantized(tmp_path, tensors, by_groups(**settings), note=note, dtype=dtype, verify=True)
+    expected = fp4_values(tensors["a.weight_packed"]).float() * scale.repeat_interleave(512 // scale.shape[1], 1)
     same(found.tensors["a.weight"], expected.bfloat16().to(DTYPES[dtype]))
-
-
-def test_mxfp4_of_compressed_tensors_has_its_values(tmp_path):
-    exponents = (torch.arange(32 * 16) % 256).to(torch.uint8).reshape(32, 16)
-    tensors = {"a.weight_packed": nvfp4()["a.weight_packed"], "a.weight_scale": exponents}
-    settings = by_groups(**{**FP4_WEIGHTS, "strategy": "group", "group_size": 32})
-    found = dequantized(tmp_path, tensors, settings, note="1 MXFP4 weight dequantized to bf16", verify=True)
-    scale = torch.pow(2.0, exponents.float() - 127).repeat_interleave(32, 1)
-    expected = fp4_values(tensors["a.weight_packed"]).float() * scale
-    same(found.tensors["a.weight"], expected.bfloat16())
 
 
 def without(tensors: dict[str, torch.Tensor], name: str) -> dict[str, torch.Tensor]:

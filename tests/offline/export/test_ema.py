@@ -26,8 +26,12 @@ def average(of: torch.nn.Module) -> torch.optim.swa_utils.AveragedModel:
     return made
 
 
-def exported(src: Path) -> Result:
-    return converted(src, src.parent / "out", weights="ema", verify=True)
+def exported(src: Path, **options: Any) -> Result:
+    return converted(src, src.parent / "out", weights="ema", **{"verify": True, **options})
+
+
+def linear(rows: int = 32) -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Linear(64, rows))
 
 
 @pytest.mark.parametrize("kind", ["extra", "models"])
@@ -42,48 +46,35 @@ def test_the_average_in_a_ckptkit_checkpoint_is_exported(tmp_path, kind):
     assert_same(exported(tmp_path / "run").tensors, expected)
 
 
-def test_the_average_of_one_of_several_models_is_exported(tmp_path):
-    net = torch.nn.Sequential(torch.nn.Linear(64, 32))
-    state = TrainState(model={"actor": net, "critic": torch.nn.Linear(64, 1)}, extra={"ema": average(net)})
-    save(tmp_path / "run", state)
-    found = converted(tmp_path / "run", tmp_path / "out", weights="ema", strip_prefix="actor")
-    assert_same(found.tensors, state.extra["ema"].module.state_dict())
-
-
-@pytest.mark.parametrize("picked", ["actor", "critic"])
-def test_among_averages_of_several_models_that_of_the_picked_model_is_exported(tmp_path, picked):
-    models = {name: torch.nn.Sequential(torch.nn.Linear(64, 32)) for name in ("actor", "critic")}
-    averages = {name: average(net).module.state_dict() for name, net in models.items()}
-    ema = {f"{name}.{key}": tensor for name, found in averages.items() for key, tensor in found.items()}
-    save(tmp_path / "run", TrainState(model=models, extra={"ema": ema}))
-    found = converted(tmp_path / "run", tmp_path / "out", weights="ema", strip_prefix=picked)
-    assert_same(found.tensors, averages[picked])
+@pytest.mark.parametrize(("saved", "picked"), [
+    ("of one", "actor"), ("of each", "actor"), ("of each", "critic"), ("of a module", "actor."),
+])  # fmt: skip
+def test_the_average_of_the_picked_model_is_exported(tmp_path, saved, picked):
+    models = {"actor": linear(), "critic": linear(1 if saved == "of one" else 32)}
+    net = torch.nn.ModuleDict(models)
+    whole = average(net)
+    ema = {"of one": average(models["actor"]), "of each": whole.module.state_dict(), "of a module": whole}[saved]
+    save(tmp_path / "run", TrainState(model=net if saved == "of a module" else models, extra={"ema": ema}))
+    found = exported(tmp_path / "run", strip_prefix=picked)
+    assert_same(found.tensors, whole.module[picked.rstrip(".")].state_dict())
 
 
 @pytest.mark.parametrize(("key", "told"), [("ema", True), ("actor_ema", False)])
 def test_an_average_without_a_models_name_that_fits_several_is_noted(tmp_path, key, told):
     models = {name: torch.nn.Linear(4, 3) for name in ("actor", "critic")}
     save(tmp_path / "run", TrainState(model=models, extra={key: average(models["actor"])}))
-    found = converted(tmp_path / "run", tmp_path / "out", weights="ema", strip_prefix="actor")
+    found = exported(tmp_path / "run", strip_prefix="actor")
     assert ("extra.ema names no model, and also fits critic: is it that of actor?" in found.report.notes) == told
 
 
 @pytest.mark.parametrize("form", ["actor.", "actor.module."])
 @pytest.mark.parametrize("key", ["ema", "actor_ema"])
 def test_the_average_of_another_model_than_the_picked_one_is_refused(tmp_path, form, key):
-    models = {name: torch.nn.Sequential(torch.nn.Linear(64, 32)) for name in ("actor", "critic")}
+    models = {name: linear() for name in ("actor", "critic")}
     ema = {f"{form}{name}": tensor for name, tensor in models["actor"].state_dict().items()}
     save(tmp_path / "run", TrainState(model=models, extra={key: ema}))
     with pytest.raises(CheckpointMismatchError, match="another model"):
-        converted(tmp_path / "run", tmp_path / "out", weights="ema", strip_prefix="critic")
-
-
-def test_the_average_of_one_of_two_equal_submodules_is_exported(tmp_path):
-    net = torch.nn.ModuleDict({name: torch.nn.Linear(64, 32) for name in ("encoder", "decoder")})
-    ema = average(net)
-    save(tmp_path / "run", TrainState(model=net, extra={"ema": ema}))
-    found = converted(tmp_path / "run", tmp_path / "out", weights="ema", strip_prefix="encoder.")
-    assert_same(found.tensors, ema.module["encoder"].state_dict())
+        exported(tmp_path / "run", strip_prefix="critic")
 
 
 def test_averages_stored_as_plain_values_are_refused_by_name(tmp_path):
@@ -94,18 +85,22 @@ def test_averages_stored_as_plain_values_are_refused_by_name(tmp_path):
         exported(tmp_path / "run")
 
 
-FORMS: dict[str, Any] = {
-    "timm": lambda net, ema: {"state_dict": net.state_dict(), "state_dict_ema": ema, "epoch": 1},
-    "wrapped": lambda net, ema: {"model": net.state_dict(), "model_ema": {"decay": 0.9, "module": ema}},
-}
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_the_average_in_a_torch_file_is_exported(tmp_path, form):
+@pytest.mark.parametrize("form", ["timm", "wrapped", "lightning"])
+def test_the_average_in_a_file_of_another_system_is_exported(tmp_path, form):
     net = model()
-    ema = average(net).module.state_dict()
-    torch.save(FORMS[form](net, ema), tmp_path / "x.pt")
-    found = exported(tmp_path / "x.pt").tensors
+    averaged, weights = average(net), net.state_dict()
+    ema = averaged.module.state_dict()
+    content: dict[str, Any] = {
+        "timm": {"state_dict": weights, "state_dict_ema": ema, "epoch": 1},
+        "wrapped": {"model": weights, "model_ema": {"decay": 0.9, "module": ema}},
+        "lightning": {"state_dict": weights, "pytorch-lightning_version": "2.6.0", "epoch": 1, "global_step": 1},
+    }[form]
+    if form == "lightning":
+        callback = pytest.importorskip("lightning.pytorch.callbacks").WeightAveraging()
+        callback._average_model = averaged
+        callback.on_save_checkpoint(None, None, content)
+    torch.save(content, tmp_path / "x.ckpt")
+    found = exported(tmp_path / "x.ckpt").tensors
     assert_same({name.removeprefix("model.").removeprefix("state_dict."): t for name, t in found.items()}, ema)
 
 
@@ -119,17 +114,6 @@ def test_dotless_names_of_averages_are_matched_and_other_tensors_come_from_the_m
     found = exported(tmp_path / "x.ckpt")
     assert any("3 tensors have no average" in note for note in found.report.notes)  # the buffers
     assert_same(found.tensors, {f"model.{name}": t + 1 if name in parameters else t for name, t in weights.items()})
-
-
-def test_the_average_of_lightning_is_its_state_dict(tmp_path):
-    callbacks = pytest.importorskip("lightning.pytorch.callbacks")
-    net = model()
-    callback = callbacks.WeightAveraging()
-    callback._average_model = average(net)
-    saved = {"state_dict": net.state_dict(), "pytorch-lightning_version": "2.6.0", "epoch": 1, "global_step": 1}
-    callback.on_save_checkpoint(None, None, saved)
-    torch.save(saved, tmp_path / "x.ckpt")
-    assert_same(exported(tmp_path / "x.ckpt").tensors, callback._average_model.module.state_dict())
 
 
 @pytest.mark.parametrize(("content", "error", "said"), [

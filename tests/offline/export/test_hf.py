@@ -31,6 +31,7 @@ from ckptkit.offline.export.model_card import CardFacts, model_card, source_fing
 from ckptkit.offline.export.weights import ExportOptions
 from ckptkit.storage import open_store
 from tests.checkpoint.states import save
+from tests.formats.damages import lay
 from tests.offline.exports import Planned, assert_same, planned, read_model, write_model
 from tests.offline.folders import hub_snapshot
 
@@ -52,36 +53,9 @@ def export(
     return planned(place / "src", place / "base" if (place / "base").exists() else None, **options)
 
 
-def test_a_hub_model_is_converted_to_torchtitan_bit_for_bit(zoo):
-    case = zoo / "torchtitan_llama3_names_w2"
-    found = planned(case / "EXPECTED_hf", key_map=builtin_map("inverse:torchtitan-llama3"))
-    assert_same(found.tensors, read_model(case / "EXPECTED.safetensors"))
-    assert found.export.leftovers == ()
-
-
-def test_stacked_experts_become_the_experts_of_the_base_bit_for_bit(zoo):
-    case = zoo / "accelerate_fsdp2_sharded_qwen3moe_w2"
-    found = planned(case / "checkpoint" / "pytorch_model_fsdp_0", zoo / "hf_ref_qwen3moe").tensors
-    stacked = read_model(case / "EXPECTED.safetensors")
-    for name, tensor in found.items():
-        want = stacked.get(name)
-        if ".experts." in name:
-            module, number, part, _ = name.rsplit(".", 3)
-            whole = "down_proj" if part == "down_proj" else "gate_up_proj"
-            rows = {"gate_proj": slice(24), "up_proj": slice(24, None), "down_proj": slice(None)}[part]
-            want = stacked[f"{module}.{whole}"][int(number)][rows]
-        assert want is not None and torch.equal(tensor, want), name
-    assert len(found) == 45
-
-
 def test_experts_without_a_base_stay_stacked_and_a_note_says_so(zoo):
     found = planned(zoo / "accelerate_fsdp2_sharded_qwen3moe_w2" / "checkpoint" / "pytorch_model_fsdp_0")
     assert any("stacked experts were kept" in note for note in found.export.notes)
-
-
-def test_the_config_is_enough_to_give_a_vision_model_the_prefixes_of_the_hub(tmp_path):
-    write_model(tmp_path, ones("model.language_model.norm.weight", "lm_head.weight"), {"model_type": "llava"})
-    assert planned(tmp_path).names == {"language_model.model.norm.weight", "language_model.lm_head.weight"}
 
 
 @pytest.mark.parametrize(("source", "base", "options", "names", "leftovers"), [
@@ -253,21 +227,6 @@ def test_tensors_that_the_base_lacks_are_kept_and_named(tmp_path):
     assert any("kept, although the base has no such tensors: probe." in note for note in found.export.notes)
 
 
-def test_a_dtype_that_differs_from_the_base_is_kept_and_noted(tmp_path):
-    write_model(tmp_path / "base", ones("a", dtype=np.float16), {"dtype": "float16"})
-    found = export(tmp_path, ("a",))
-    assert found.export.tensors[0].dtype == found.json()["dtype"] == "float32"
-    assert any("1 tensor is float32 in the checkpoint and float16 in the base" in n for n in found.export.notes)
-
-
-def test_the_index_of_a_base_without_weights_gives_its_names(tmp_path):
-    index = {"metadata": {}, "weight_map": {"a": "model-00001-of-00001.safetensors", "b": "x.safetensors"}}
-    (tmp_path / "base").mkdir()
-    (tmp_path / "base" / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(CheckpointMismatchError, match="missing: b"):
-        export(tmp_path, ("a",))
-
-
 def test_complex_tensors_are_refused_by_name(zoo):
     with pytest.raises(UnsupportedFormatError, match=r"c64 \(complex64\)\. Skip them with --exclude"):
         planned(zoo / "dcp_dtypes_w2" / "ckpt")
@@ -304,25 +263,17 @@ def test_patterns_do_not_match_the_key_of_a_tied_weights_master(tmp_path, option
     assert {tensor.name for tensor in export.tensors} == kept
 
 
-def test_model_weights_and_not_masters_are_the_default(tmp_path):
-    export = with_masters(tmp_path, {"0": "a", "1": "b"})
-    assert {t.dtype for t in export.tensors} == {"float16", "int32"}
-    assert dict(export.leftovers)["m.0"] == "master state, not part of the model weights"
-
-
 @pytest.mark.parametrize(("dtype", "source"), [("fp32", "m.0"), ("bf16", "m.0"), ("fp16", "a"), ("keep", "a")])
 def test_a_cast_starts_from_the_masters_and_not_from_rounded_weights(tmp_path, dtype, source):
     for options, wanted in (({}, source), ({"weights": "model"}, "a")):
         export = with_masters(tmp_path, {"0": "a", "1": "b"}, dtype=dtype, **options)
         assert {t.name: t.sources for t in export.tensors}["a"] == (wanted,)
+    assert dict(export.leftovers)["m.0"] == "master state, not part of the model weights"
 
 
-def test_masters_of_another_model_are_refused(tmp_path):
+def test_masters_that_are_missing_or_of_another_model_are_refused_with_the_reason(tmp_path):
     with pytest.raises(CheckpointMismatchError, match="no model weight: elsewhere"):
-        with_masters(tmp_path, {"0": "a", "1": "elsewhere"}, weights="master")
-
-
-def test_missing_masters_are_an_error_that_repeats_why_they_could_not_be_read(tmp_path):
+        with_masters(tmp_path / "other", {"0": "a", "1": "elsewhere"}, weights="master")
     with pytest.raises(CheckpointNotFoundError, match="no fp32 masters: 1 model tensor"):
         export(tmp_path, ("a",), weights="master")
     store, said = open_store(str(tmp_path / "src")), "whose the masters are is not recorded"
@@ -332,70 +283,43 @@ def test_missing_masters_are_an_error_that_repeats_why_they_could_not_be_read(tm
         plan_export(store, catalog, options=ExportOptions(weights="master"))
 
 
-def test_weights_and_unrelated_files_of_the_base_are_not_copied(tmp_path):
-    write_model(tmp_path / "base", ones("a"), {"model_type": "llama"})
+def test_config_and_dtype_of_the_base_are_used_or_noted_and_unrelated_files_are_not_copied(tmp_path):
+    write_model(tmp_path / "src", {}, {"model_type": "another"})
+    write_model(tmp_path / "base", ones("a", dtype=np.float16), {"model_type": "llama", "dtype": "float16"})
     for stray in ("model.gguf", "pytorch_model.bin", "tokenizer.bin", "tokenizer.safetensors.index.json", "notes.txt",
                   "README.md", "train.py", ".env", "tokenizer.pkl"):  # fmt: skip
         (tmp_path / "base" / stray).write_text("stray")
-    files = export(tmp_path, ("a",)).files
-    assert sorted(files) == ["README.md", "config.json"] and b"stray" not in files["README.md"]
-
-
-def hub_cache(root: Path) -> Path:
-    """Return the snapshot of a model whose weights were not downloaded."""
-    index = {"metadata": {}, "weight_map": {"a": "model-00001-of-00001.safetensors"}}
-    contents = {"config.json": {"model_type": "llama"}, "tokenizer.json": {}, "model.safetensors.index.json": index}
-    (root / "release").mkdir(parents=True)
-    for name, content in contents.items():
-        (root / "release" / name).write_text(json.dumps(content))
-    return hub_snapshot(root / "release", root)
-
-
-def test_a_snapshot_in_the_hub_cache_is_accepted_as_base(tmp_path):
-    found = planned(write_model(tmp_path / "src", ones("a")), hub_cache(tmp_path))
-    assert found.files["tokenizer.json"] == b"{}" and found.json()["model_type"] == "llama"
+    found = export(tmp_path, ("a",))
+    assert sorted(found.files) == ["README.md", "config.json"] and b"stray" not in found.files["README.md"]
+    assert found.json() == {"model_type": "llama", "dtype": "float32"} and found.export.tensors[0].dtype == "float32"
+    assert any("1 tensor is float32 in the checkpoint and float16 in the base" in n for n in found.export.notes)
 
 
 def test_a_repo_id_is_resolved_from_the_cache_without_a_network(tmp_path, monkeypatch):
+    """The weights of the model were not downloaded."""
     import huggingface_hub.constants as constants
 
-    hub_cache(tmp_path / "hub")
+    index = {"metadata": {}, "weight_map": {"a": "model-00001-of-00001.safetensors"}}
+    contents = {"config.json": {"model_type": "llama"}, "tokenizer.json": {}, "model.safetensors.index.json": index}
+    lay(tmp_path / "release", {name: json.dumps(content) for name, content in contents.items()})
+    hub_snapshot(tmp_path / "release", tmp_path / "hub")
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.chdir(tmp_path)
     base = open_base("org/tiny")
     assert (base.repo, base.wanted, base.config) == ("org/tiny", {"a": WantedTensor()}, {"model_type": "llama"})
-    source = write_model(tmp_path / "src", ones("a"))
-    assert b'- "org/tiny"' in planned(source, base).files["README.md"]
-    for name, said in (
-        ("nobody/nothing-here", "cannot be read as a Hub repo"),
-        ("./nothing-here", "is not a directory"),
-    ):
+    files = planned(write_model(tmp_path / "src", ones("a")), base).files
+    assert files["tokenizer.json"] == b"{}" and b'- "org/tiny"' in files["README.md"]
+    for name, said in (("nobody/none", "cannot be read as a Hub repo"), ("./none", "is not a directory")):
         with pytest.raises(CheckpointNotFoundError, match=said):
             open_base(name)
-
-
-def test_side_files_of_the_checkpoint_are_used_without_a_base(tmp_path):
-    write_model(tmp_path / "huggingface", {}, {"model_type": "llama", "torch_dtype": "bfloat16"})
-    (tmp_path / "huggingface" / "tokenizer.json").write_text("{}")
-    store = open_store(write_model(tmp_path, ones("a")))
-    info = CatalogInfo("verl", side_files=("huggingface/config.json", "huggingface/tokenizer.json"))
-    catalog = Catalog(safetensors.open_catalog(store).tensors, info=info)
-    found = Planned(plan_export(store, catalog), store, catalog)
-    assert sorted(found.files) == ["README.md", "config.json", "tokenizer.json"]
-    assert found.json() == {"model_type": "llama", "torch_dtype": "float32"}
-
-
-def test_the_base_takes_precedence_over_side_files_of_the_checkpoint(tmp_path):
-    for name in ("src", "base"):
-        write_model(tmp_path / name, ones("a"), {"model_type": f"of {name}"})
-    assert planned(tmp_path / "src", tmp_path / "base").json()["model_type"] == "of base"
 
 
 @pytest.mark.parametrize(("names", "config", "written"), [
     (("a",),
      {"dtype": "float32", "text_config": {"dtype": "float32", "hidden_size": 2}, "vision_config": {"depth": 1}},
      {"dtype": "bfloat16", "text_config": {"dtype": "bfloat16", "hidden_size": 2}, "vision_config": {"depth": 1}}),
+    (("a",), {"torch_dtype": "float32"}, {"torch_dtype": "bfloat16"}),
     (("a",), {"architectures": ["FSDPLlamaForCausalLM"]}, {"architectures": ["LlamaForCausalLM"]}),
     (("a.weight",), {"quantization_config": {"quant_method": "fp8"}}, {}),
 ])  # fmt: skip
@@ -424,20 +348,13 @@ def card(**facts: Any) -> str:
     return model_card(Catalog({}, info=CatalogInfo("dcp", step=7)), CardFacts(**{**plain, **facts}))
 
 
-def test_the_card_shows_no_credentials():
+def test_the_card_shows_no_credentials_markdown_or_invalid_repo():
     text = card(source="s3://user:hunter2@bucket/run/step_7?X-Amz-Signature=abcd#frag")
     assert "step\\_7" in text
     assert not any(secret in text for secret in ("hunter2", "abcd", "bucket", "user", "frag"))
-
-
-def test_the_card_escapes_markdown():
     text = card(source="/x/a|b<script>\n# h", notes=["<img src=x>\n---\n[a](b)"])
     assert "<" not in text.split("---", 2)[2].replace("&lt;", "").replace("<!-- ckptkit: xxh3_64", "")
-    assert "\n# h" not in text
-    assert "a\\|b" in text and "\\[a\\]\\(b\\)" in text
-
-
-def test_an_invalid_repo_does_not_reach_the_front_matter():
+    assert "\n# h" not in text and "a\\|b" in text and "\\[a\\]\\(b\\)" in text
     assert "base_model" not in card(base_repo="a/b\nlicense: mit")
     assert 'base_model:\n- "org/name"' in card(base_repo="org/name")
 

@@ -37,20 +37,17 @@ def by_transformers(weight: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def weights(dtype: torch.dtype) -> torch.Tensor:
-    """Return every finite bfloat16 number whose block has a scale, a block of zeros, and normal numbers."""
-    every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
-    every = torch.where(every.isfinite(), every, torch.zeros_like(every)).reshape(4 * 128, 128)
+    """Return every finite bfloat16 number whose block has a scale, zeros, and normal numbers: 16 MB in fp32."""
+    every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).float().reshape(4 * 128, 128)
     torch.manual_seed(0)
-    made = torch.cat((torch.zeros(128, 128), every.float(), torch.randn(7 * 128, 128) * 0.02))
-    wide = torch.cat((made, made.flip(0)), 1)
-    return wide.to(dtype)
+    made = torch.cat((torch.zeros(128, 128), every, torch.randn(27 * 128, 128) * 0.02))
+    wide = torch.cat((made, made.flip(0)), 1).repeat(1, 4).to(dtype)
+    return torch.where(wide.isfinite(), wide, torch.zeros_like(wide))  # float16 cannot hold all of them
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_codes_and_scales_have_the_bits_of_transformers(tmp_path, dtype):
-    weight = weights(dtype)
-    weight = torch.where(weight.isfinite(), weight, torch.zeros_like(weight))  # float16 cannot hold these
-    norm = torch.rand(4).to(dtype)
+    weight, norm = weights(dtype), torch.rand(4).to(dtype)
     tensors = {LAYER: weight, "model.norm.weight": norm}
     found = quantized(tmp_path, tensors, verify=True, max_memory="16MB", workers=2)
     assert_same(found.tensors, {**by_transformers(weight), "model.norm.weight": norm})
@@ -60,13 +57,6 @@ def test_codes_and_scales_have_the_bits_of_transformers(tmp_path, dtype):
         "modules_to_not_convert": ["lm_head"],
     }  # fmt: skip
     assert found.config["dtype"] == str(dtype).removeprefix("torch.")
-
-
-def test_the_bits_do_not_depend_on_memory(tmp_path):
-    torch.manual_seed(0)
-    one = quantized(tmp_path, {LAYER: torch.randn(4096, 1024)}, max_memory="512MB")
-    two = converted(tmp_path / "src", tmp_path / "two", quantize="fp8-block", max_memory="16MB")
-    assert_same(one.tensors, two.tensors)
 
 
 def test_values_too_small_for_a_scale_become_zeros(tmp_path):
@@ -103,33 +93,20 @@ def test_transformers_loads_the_export_as_its_own_quantization(tmp_path, kind):
     assert_same(*(load(tmp_path / name).state_dict() for name in ("back", "out")))
 
 
-def test_weights_that_servers_fuse_are_quantized_together_or_not_at_all(tmp_path):
-    fused = [f"model.layers.0.self_attn.{name}_proj.weight" for name in "qkvo"]
-    tensors = {name: torch.rand(64 if "k_proj" in name else 128, 128) for name in fused}
-    found = quantized(tmp_path, {**tensors, "model.layers.0.mlp.gate.weight": torch.rand(128, 128)})
-    assert [name for name, t in found.tensors.items() if t.dtype == torch.float8_e4m3fn] == fused[-1:]
-    notes = found.report.notes
-    assert f"1 weight is not quantized: the sizes are not multiples of 128: {fused[1]}" in notes
-    assert (
-        f"2 weights are not quantized: fused by servers with a weight that is not quantized: {fused[0]}, {fused[2]}"
-        in notes
-    )
-    assert any("chosen by name" in note for note in found.report.notes)
-    others = sorted([*(name.removesuffix(".weight") for name in fused[:3]), "lm_head", "model.layers.0.mlp.gate"])
-    assert kept(found) == others
-
-
 @pytest.mark.parametrize("parts", [
-    ("gate_proj", "up_proj"), ("w1", "w3"), ("c_fc_0", "c_fc_1"), ("q_a_proj", "kv_a_proj_with_mqa"),
-    ("in_proj_qkv", "in_proj_z"), ("in_proj_b", "in_proj_a"),
+    ("k_proj", "q_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"), ("c_fc_0", "c_fc_1"),
+    ("q_a_proj", "kv_a_proj_with_mqa"), ("in_proj_qkv", "in_proj_z"), ("in_proj_b", "in_proj_a"),
 ])  # fmt: skip
-def test_each_pair_that_servers_fuse_keeps_its_dtype_together(tmp_path, parts):
-    pair = [f"model.layers.0.part.{part}.weight" for part in parts]
-    found = quantized(
-        tmp_path, {pair[0]: torch.rand(128, 128), pair[1]: torch.rand(64, 128), LAYER: torch.rand(128, 128)}
-    )
+def test_weights_that_servers_fuse_are_quantized_together_or_not_at_all(tmp_path, parts):
+    fused, router = [f"model.layers.0.part.{part}.weight" for part in parts], "model.layers.0.mlp.gate.weight"
+    tensors = {name: torch.rand(128, 128) for name in (*fused, LAYER, router)}
+    found = quantized(tmp_path, {**tensors, fused[0]: torch.rand(64, 128)})
     assert [name for name, t in found.tensors.items() if t.dtype == torch.float8_e4m3fn] == [LAYER]
-    assert kept(found) == sorted(["lm_head", *(name.removesuffix(".weight") for name in pair)])
+    assert kept(found) == sorted(["lm_head", *(name.removesuffix(".weight") for name in (*fused, router))])
+    notes = " ".join(found.report.notes)
+    assert f"1 weight is not quantized: the sizes are not multiples of 128: {fused[0]}" in notes
+    said = f"not quantized: fused by servers with a weight that is not quantized: {', '.join(fused[1:])}"
+    assert said in notes and "chosen by name" in notes
 
 
 @pytest.mark.parametrize(("tensors", "options", "error", "said"), [
