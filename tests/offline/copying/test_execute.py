@@ -18,10 +18,10 @@ from ckptkit.errors import CheckpointMismatchError, IncompleteCheckpointError, I
 from ckptkit.offline.copying import copier, runs, sinks
 from ckptkit.offline.copying import execute as engine
 from ckptkit.offline.copying.execute import execute
-from ckptkit.offline.copying.plan import OutputFile, Placement, Plan
+from ckptkit.offline.copying.plan import Plan
 from ckptkit.offline.prove import prove_equal
 from ckptkit.storage.local import LocalStore, start_writing
-from tests.catalog.boxes import columns, partitions, shapes
+from tests.catalog.boxes import partitions, shapes
 from tests.offline.engine import (
     Made,
     boxes_of,
@@ -181,19 +181,16 @@ def test_a_flipped_bit_names_the_file_and_the_tensor(tmp_path, digest, boxes, re
         execute(one_file(made), LocalStore(str(made.folder)), out_store(tmp_path, remote))
 
 
-def test_damage_in_the_unused_part_of_a_record_is_found(tmp_path):
-    made = small(tmp_path)
-    flip(tmp_path / "in" / "data-0", int(made.catalog.tensors["w"].slices.starts[0]))
-    second_row = Target.of(made.catalog.tensors["w"]).split(0, [1, 7])[1]
-    with pytest.raises(IntegrityError):
-        run(made, plan_whole(made.catalog, [second_row]))
-
-
-@pytest.mark.parametrize(("damaged", "check", "changed"), [("v", True, 0), ("w", False, 1)])
-def test_damage_in_an_unused_tensor_or_without_check_is_no_error(tmp_path, damaged, check, changed):
+@pytest.mark.parametrize(("damaged", "check", "changed"), [("v", True, 0), ("w", False, 1), ("w", True, None)])
+def test_damage_in_the_unused_part_of_a_record_is_found_but_not_in_an_unused_tensor(tmp_path, damaged, check, changed):
     made = small(tmp_path, names="wv")
     flip(tmp_path / "in" / "data-0", int(made.catalog.tensors[damaged].slices.starts[0]))
-    got = run(made, plan_whole(made.catalog, [Target.of(made.catalog.tensors["w"])]), check=check)
+    whole = Target.of(made.catalog.tensors["w"])
+    if changed is None:  # in the first row; the second is in the same record
+        with pytest.raises(IntegrityError):
+            run(made, plan_whole(made.catalog, [whole.split(0, [1, 7])[1]]), check=check)
+        return
+    got = run(made, plan_whole(made.catalog, [whole]), check=check)
     assert (got["w"] != made.arrays["w"]).sum() == changed
 
 
@@ -204,21 +201,15 @@ def test_a_gap_in_the_source_stops_before_anything_is_written(tmp_path):
     assert list((tmp_path / "out").iterdir()) == []
 
 
-@pytest.mark.parametrize("nbytes", [7 + 48 - 1, 7 + 48 + 1])
-def test_a_file_that_is_not_filled_exactly_is_refused(tmp_path, nbytes):
+@pytest.mark.parametrize("more", [-1, 1])
+def test_a_file_that_is_not_filled_exactly_and_a_target_with_an_unplaced_part_are_refused(tmp_path, more):
     made = small(tmp_path)
     plan = one_file(made)
     with pytest.raises(CheckpointMismatchError, match="gap or writes twice"):
-        run(made, replace(plan, files=(replace(plan.files[0], nbytes=nbytes),)))
-
-
-def test_a_target_with_an_unplaced_part_is_refused(tmp_path):
-    made = small(tmp_path)
-    offsets, sizes = columns(ROWS[:3], 2)
-    starts = np.arange(3) * 12
-    placement = Placement(Target.of(made.catalog.tensors["w"]), np.zeros(3, np.int32), starts, offsets, sizes)
+        run(made, replace(plan, files=(replace(plan.files[0], nbytes=plan.files[0].nbytes + more),)))
+    three = plan_boxes(made.catalog, [(Target.of(made.catalog.tensors["w"]), ROWS[:3], [0] * 3)], files=1)
     with pytest.raises(CheckpointMismatchError, match="do not cover"):
-        run(made, Plan(made.catalog, (OutputFile("out", 36),), (placement,)))
+        execute(three, LocalStore(str(made.folder)), LocalStore(str(tmp_path / "out")))
 
 
 def test_writeback_starts_during_the_copy(tmp_path, monkeypatch):

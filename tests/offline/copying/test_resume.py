@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,26 @@ from tests.patches import after, failing
 pytestmark = pytest.mark.usefixtures("short_steps")
 
 
-@pytest.mark.parametrize("steps", [1, 4])
-def test_a_killed_conversion_continues_and_gives_the_same_bytes(source, tmp_path, steps):
-    killed(convert, source, tmp_path / "out", steps)
-    report = convert(str(source), str(tmp_path / "out"))
-    assert f"{steps} of 5 parts" in went_on(report.notes)
-    whole = assert_whole(source, tmp_path)
-    assert report.nbytes_read < whole.nbytes_read
+@pytest.mark.parametrize(("command", "options", "steps"), [
+    (convert, {}, 1), (convert, {}, 4), (reshard, {"check": False, "type": "local"}, 3), (reshard, COLUMNS, 3),
+    (convert, {"vocab_size": 75}, 1), (convert, {"vocab_size": 75}, 2),
+])  # fmt: skip
+def test_a_killed_command_continues_and_gives_the_same_tensors(source, tmp_path, command, options, steps):
+    if command is reshard:
+        options = {"world_size": 6, **options}
+    if "vocab_size" in options:
+        rows = {"model.embed_tokens.weight": 70, "model.layers.0.mlp.up_proj.weight": 90, "lm_head.weight": 70}
+        shutil.rmtree(source)
+        rng = np.random.default_rng(0)
+        write_model(source, {name: rng.random((count, 100), np.float32) for name, count in rows.items()})
+    killed(command, source, tmp_path / "out", steps, **options)
+    report = command(str(source), str(tmp_path / "out"), **options)
+    assert f"{steps} of " in went_on(report.notes)
+    assert command is convert or verify(str(tmp_path / "out")).ok
+    apart = ["manifest.safetensors"] if command is reshard else []
+    whole = assert_whole(source, tmp_path, *apart, command=command, **options)
     assert report.checked == whole.checked
+    assert command is reshard or report.nbytes_read < whole.nbytes_read
 
 
 def test_a_step_without_proved_digests_is_not_recorded_as_done(source, tmp_path, monkeypatch):
@@ -42,33 +55,12 @@ def test_a_step_without_proved_digests_is_not_recorded_as_done(source, tmp_path,
     assert report.checked == convert(str(source), str(tmp_path / "whole")).checked
 
 
-@pytest.mark.parametrize("options", [{"check": False, "type": "local"}, COLUMNS])
-def test_a_killed_reshard_continues_and_gives_the_same_tensors(source, tmp_path, options):
-    options = {"world_size": 6, **options}
-    killed(reshard, source, tmp_path / "out", 3, **options)
-    report = reshard(str(source), str(tmp_path / "out"), **options)
-    assert "3 of" in went_on(report.notes)
-    assert verify(str(tmp_path / "out")).ok
-    assert_whole(source, tmp_path, "manifest.safetensors", command=reshard, **options)
-
-
 def test_a_killed_conversion_to_one_file_continues(source, tmp_path):
     killed(convert, source, tmp_path / "out.pt", 2, to="torch")
     assert went_on(convert(str(source), str(tmp_path / "out.pt"), to="torch").notes)
     convert(str(source), str(tmp_path / "whole.pt"), to="torch")
     assert (tmp_path / "out.pt").read_bytes() == (tmp_path / "whole.pt").read_bytes()
     assert names(tmp_path) == ["in", "out.pt", "whole.pt"]
-
-
-@pytest.mark.parametrize("steps", [1, 2])
-def test_a_killed_conversion_with_another_vocabulary_continues(tmp_path, steps):
-    rng = np.random.default_rng(0)
-    rows = {"model.embed_tokens.weight": 70, "model.layers.0.mlp.up_proj.weight": 90, "lm_head.weight": 70}
-    source = tmp_path / "in"
-    write_model(source, {name: rng.random((count, 100), np.float32) for name, count in rows.items()})
-    killed(convert, source, tmp_path / "out", steps, vocab_size=75)
-    assert went_on(convert(str(source), str(tmp_path / "out"), verify=True, vocab_size=75).notes)
-    assert_whole(source, tmp_path, vocab_size=75)
 
 
 def test_the_next_run_continues_after_ctrl_c_even_in_the_same_process(source, tmp_path, monkeypatch):
