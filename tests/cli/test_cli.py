@@ -16,7 +16,6 @@ from ckptkit.cli.main import _COMMANDS, cli, main
 from ckptkit.formats.detect import open_source
 from ckptkit.units import format_count
 from tests.cli.commands import document, ran, run
-from tests.offline.folders import flip, names
 from tests.test_package import HEAVY, modules_after, run_cli
 
 DCP = "dcp_fsdp2_uneven_w4/ckpt"
@@ -55,12 +54,6 @@ def test_ls_imports_no_framework_and_no_numpy(root):
     assert not modules_after(run_cli("ls", str(root))).intersection({*HEAVY, "numpy", "fsspec"})
 
 
-def test_a_destination_that_exists_is_refused_and_left_alone(zoo, tmp_path):
-    (tmp_path / "mine").write_text("keep")
-    assert "--overwrite" in ran("convert", zoo / DCP, tmp_path, code=1)
-    assert names(tmp_path) == ["mine"]
-
-
 def test_a_proof_states_the_numbers_of_the_result(zoo, tmp_path):
     said = ran("convert", zoo / DCP, tmp_path / "out", "--include", "*.norm.weight", "--verify")
     assert said.strip().splitlines()[-1] == (
@@ -75,15 +68,6 @@ def test_a_proof_states_the_numbers_of_the_result(zoo, tmp_path):
     digests = len({(s.path, s.start) for s in slices if s.nbytes})
     said = ran("reshard", tmp_path / "two", tmp_path / "three", "--world-size", "3")
     assert f"; {digests} source digests checked; committed as step 0 of 3 ranks" in said
-
-
-def test_verify_finds_a_flipped_bit_in_every_file_of_our_own_checkpoint(zoo, tmp_path):
-    ran("reshard", zoo / DCP, tmp_path / "good", "--world-size", "2")
-    ran("verify", tmp_path / "good")
-    for file in sorted((tmp_path / "good").iterdir()):
-        flip(file)
-        assert file.name in ran("verify", tmp_path / "good", code=1)
-        flip(file)
 
 
 def test_inspect_lists_slices_with_their_owners(zoo):
@@ -131,20 +115,13 @@ def test_diff_accepts_the_names_that_inspect_shows(zoo, root, tmp_path):
     assert found["notes"] == ["--exclude 'optimiser.*' matches no tensor or value"]
 
 
-class Tied(torch.nn.Module):
-    """A model whose head is its embedding."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = torch.nn.Embedding(40, 8)
-        self.head = torch.nn.Linear(8, 40, bias=False)
-        self.head.weight = self.embed.weight
-
-
 def saved(root: Path, kind: str) -> Path:
+    """Save a model whose head is its embedding."""
+    model = torch.nn.ModuleDict({"embed": torch.nn.Embedding(40, 8), "head": torch.nn.Linear(8, 40, bias=False)})
+    model["head"].weight = model["embed"].weight
     with CheckpointManager(root, state_dict_type=kind) as manager:
         for step in (1, 2):
-            report = manager.save(step, TrainState(model=Tied()))
+            report = manager.save(step, TrainState(model=model))
     files = [path for path in Path(report.url).rglob("*") if path.is_file() and path.name != "checkpoint.json"]
     assert report.rank_bytes == report.total_bytes == sum(path.stat().st_size for path in files)
     return root

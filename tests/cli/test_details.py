@@ -23,6 +23,7 @@ from ckptkit.storage.local import LocalStore
 from ckptkit.storage.publish import open_staging
 from ckptkit.storage.staging import new_nonce
 from tests.cli.commands import document, ran, run
+from tests.formats.damages import lay
 from tests.patches import failing
 
 DCP = "dcp_fsdp2_uneven_w4/ckpt"
@@ -42,6 +43,8 @@ SAID: dict[str, tuple[int, str, str]] = {  # the rule: exit code, command line, 
     "a quick verify reads no tensor": (0, "verify --quick {zoo}/broken_bitflip_shard/ckpt", "not read"),
     "diff by recorded digests does not claim to have read the tensors":
         (0, "diff {root}/300 {root}/300", "by recorded digest only; `verify` reads the bytes"),
+    "new rows may be zeros":
+        (0, "convert {zoo}/hf_ref_llama_untied {out} --vocab-size 160 --new-rows zeros --dry-run", "rows are zeros"),
     "pin of a run pins its newest checkpoint": (0, "pin {root} --why x", "step_00000300"),
 }  # fmt: skip
 
@@ -64,18 +67,14 @@ def test_every_command_accepts_names_of_checkpoints(root, tmp_path, verb, name):
     ran(verb, root / name, *more.get(verb, []))
 
 
-def test_a_symlink_called_latest_of_another_system_is_followed(zoo, tmp_path):
-    shutil.copytree(zoo / DCP, tmp_path / "step-2")
-    os.symlink("step-2", tmp_path / "latest")
-    assert document("inspect", tmp_path / "latest")["url"].endswith("/step-2")
+def test_a_symlink_called_latest_or_a_number_as_a_name_of_another_system_is_followed(zoo, tmp_path):
+    shutil.copytree(zoo / DCP, tmp_path / "300")
+    os.symlink("300", tmp_path / "latest")
+    for name in ("latest", "300"):
+        assert document("inspect", tmp_path / name)["url"].endswith("/300")
     (tmp_path / "latest").unlink()
     os.symlink("gone", tmp_path / "latest")
     assert "there is no 'latest'" in run("inspect", tmp_path / "latest").output
-
-
-def test_a_directory_whose_name_is_a_number_is_no_step_of_the_directory_above_it(zoo, tmp_path):
-    shutil.copytree(zoo / DCP, tmp_path / "300")
-    assert document("inspect", tmp_path / "300")["url"].endswith("/300")
 
 
 def test_an_export_with_a_config_prints_the_serve_command(zoo, tmp_path):
@@ -158,17 +157,15 @@ def test_progress_names_the_current_file(zoo, tmp_path):
 
 
 def test_the_message_of_an_interrupted_conversion_names_what_is_left(tmp_path):
-    dst = str(tmp_path / "out")
-    assert "start over" in outcome.interrupted_words(dst, overwrite=False)
+    dst, words = str(tmp_path / "out"), outcome.interrupted_words
+    assert "start over" in words(dst, overwrite=False)
     staging = open_staging(LocalStore(tmp_path), "out", new_nonce())
     staging.write("part.safetensors", b"x" * 5000)
-    words = outcome.interrupted_words(dst, overwrite=False)
-    assert f"is kept in {staging.url}" in words and "same command again" in words
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "config.json").write_text("{}")
-    assert "is unchanged" in outcome.interrupted_words(dst, overwrite=True)
-    remote = outcome.interrupted_words("s3://bucket/out", overwrite=True)
-    assert "is unchanged, or its complete replacement is in" in remote
+    for said in (f"is kept in {staging.url}", "same command again"):
+        assert said in words(dst, overwrite=False)
+    lay(tmp_path, {"out/config.json": "{}"})
+    assert "is unchanged" in words(dst, overwrite=True)
+    assert "is unchanged, or its complete replacement is in" in words("s3://bucket/out", overwrite=True)
 
 
 def test_ctrl_c_before_a_command_began_ends_with_130(monkeypatch):

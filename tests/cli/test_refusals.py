@@ -47,6 +47,7 @@ REFUSED: dict[str, tuple[int, str, str]] = {  # the rule: exit code, command lin
     "an empty directory cannot be inspected": (1, "inspect {here}/empty", "{here}/empty"),
     "an empty directory cannot be listed": (1, "ls {here}/empty", "{here}/empty"),
     "a directory that is no checkpoint is described": (1, "inspect {here}/other", "notes.txt"),
+    "a destination that exists is left alone": (1, "convert {dcp} {here}/other", "--overwrite"),
     "nothing is written below a file": (1, "convert {dcp} {here}/list.json/out", "list.json is not a directory"),
     "nothing is copied below a file": (1, "copy {root} {here}/list.json/a/out", "list.json is not a directory"),
     "an export has to be made before a push": (1, "push {root} user/repo", "ckptkit convert {root} EXPORT"),

@@ -45,23 +45,17 @@ def save(root: str, kind: str) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("kind", ["sharded", "full", "local"])
-def test_a_reader_written_from_the_page_alone_returns_every_tensor_bit_for_bit(ranks, tmp_path, kind):
+def test_a_reader_written_from_the_page_alone_returns_every_tensor_bit_for_bit_and_other_values(ranks, tmp_path, kind):
     saved = ranks.run(save, 3, str(tmp_path), kind)[0]
+    objects = read_objects(tmp_path / "step_00000003")
+    assert (objects["step"], objects["extra.seen"]) == (3, {"tokens": (1, float("inf")), "id": b"ab"})
+    (group,) = objects["optimizer"]["param_groups"]
+    assert (group["lr"], group["params"][:2]) == (0.1, ["0.weight", "0.bias"])
     found = read_tensors(tmp_path / "step_00000003")
     assert {name for name in found if not name.startswith("rng.")} == set(saved)
     for name, value in saved.items():
         assert found[name].shape == value.shape
         assert found[name].tobytes() == value.tobytes(), name
-
-
-def test_the_reader_written_from_the_page_also_returns_values_other_than_tensors(ranks, tmp_path):
-    ranks.run(save, 3, str(tmp_path), "sharded")
-    objects = read_objects(tmp_path / "step_00000003")
-    assert objects["step"] == 3
-    assert objects["extra.seen"] == {"tokens": (1, float("inf")), "id": b"ab"}
-    (group,) = objects["optimizer"]["param_groups"]
-    assert group["lr"] == 0.1
-    assert group["params"][:2] == ["0.weight", "0.bias"]
 
 
 def save_large(root: str, kind: str) -> None:
