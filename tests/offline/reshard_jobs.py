@@ -16,9 +16,9 @@ from tests.dtensors import whole
 Shapes = dict[str, tuple[str, tuple[int, ...]]]
 
 
-def save(url: str, layout: str, types: tuple[str, ...], precision: str = "fp32") -> dict[str, Any]:
+def save(url: str, layout: str, types: tuple[str, ...]) -> dict[str, Any]:
     """Train two steps and save step 2 below <url>/<type> for each type; return every value."""
-    job = jobs.make(layout, precision)
+    job = jobs.make(layout)
     jobs.seed(7, jobs.data_rank(layout))
     job.train(2)
     for kind in types:
@@ -27,9 +27,9 @@ def save(url: str, layout: str, types: tuple[str, ...], precision: str = "fp32")
     return jobs.everything(job)
 
 
-def load(url: str, layout: str, precision: str = "fp32") -> dict[str, Any]:
+def load(url: str, layout: str) -> dict[str, Any]:
     """Load a checkpoint into a fresh job; return every value."""
-    job = jobs.make(layout, precision, start=99)
+    job = jobs.make(layout, start=99)
     with CheckpointManager(str(Path(url).parent)) as manager:
         manager.load(job.state(), url, per_rank_on_resize="keep")
     return jobs.everything(job)

@@ -123,18 +123,14 @@ def test_hugging_face_to_dcp_and_back_gives_the_same_bytes_and_config(name, tmp_
         assert json.loads((tmp_path / "back" / path.name).read_text()) == json.loads(path.read_text()), path.name
 
 
-@pytest.mark.parametrize("mmap", [False, True])
-def test_torch_loads_the_single_file_with_weights_only(mmap, tmp_path, expected):
+@pytest.mark.parametrize(("mmap", "wide"), [(False, False), (True, False), (False, True)])
+def test_torch_loads_the_single_file_with_weights_only(mmap, wide, tmp_path, monkeypatch, expected):
+    if wide:
+        monkeypatch.setattr(zips, "_WIDE", 200)  # forces zip64 for every field, as past 4 GiB
     convert(SOURCE, str(tmp_path / "model.pt"), to="torch", verify=True)
     assert_same(torch.load(tmp_path / "model.pt", weights_only=True, mmap=mmap), expected)
     assert names(tmp_path) == ["model.pt"]
     assert zipfile.ZipFile(tmp_path / "model.pt").testzip() is None
-
-
-def test_offsets_and_sizes_past_4_gib_use_zip64(monkeypatch, tmp_path, expected):
-    monkeypatch.setattr(zips, "_WIDE", 200)  # forces zip64 for every field
-    convert(SOURCE, str(tmp_path / "model.pt"), to="torch")
-    assert_same(torch.load(tmp_path / "model.pt", weights_only=True), expected)
 
 
 def test_every_dtype_is_converted_to_torch_save(tmp_path):
@@ -192,11 +188,12 @@ def test_a_dry_run_writes_nothing_and_names_every_tensor(tmp_path, expected):
     assert {t["name"] for t in report.to_json()["plan"]["tensors"]} == set(expected)
 
 
-@pytest.mark.parametrize(
-    "options", [{"to": "onnx"}, {"max_memory": "1MB"}, {"world_size": 2}, {"to": "dcp", "merge_adapter": True}]
-)
+@pytest.mark.parametrize("options", [
+    {"to": "onnx"}, {"max_memory": "1MB"}, {"world_size": 2}, {"to": "dcp", "merge_adapter": True},
+    {"to": "dcp", "sha256": True},
+])  # fmt: skip
 def test_invalid_combinations_of_options_are_refused(options, tmp_path):
-    refused(UsageError, "", convert, SOURCE, tmp_path / "out", **options)
+    refused(UsageError, "--sha256" if "sha256" in options else "", convert, SOURCE, tmp_path / "out", **options)
 
 
 def test_a_plain_export_imports_no_unneeded_modules(tmp_path):
@@ -245,14 +242,10 @@ def test_damage_leaves_nothing_on_s3():
         assert list(open_store("s3://convert/bad", storage_options=options).list(recursive=True)) == []
 
 
-def test_source_and_destination_storage_options_override_common_ones():
-    common, own = {"anon": True, "endpoint_url": "a"}, {"endpoint_url": "b"}
+def test_each_side_gets_its_own_storage_options_from_the_command_line_over_common_ones(monkeypatch, tmp_path):
+    common, own, asked = {"anon": True, "endpoint_url": "a"}, {"endpoint_url": "b"}, {}
     assert options_of_both(common, None, own) == [common, {"anon": True, "endpoint_url": "b"}]
     assert options_of_both(None, own, None) == [own, None]
-
-
-def test_the_command_line_passes_storage_options_to_each_side(monkeypatch, tmp_path):
-    asked = {}
 
     def stopped(src, dst, **options):
         asked.update(options)

@@ -30,9 +30,11 @@ from tests.checkpoint.killed import same_as_saved, state
 from tests.checkpoint.saving import fork, killed_at, leftovers
 from tests.checkpoint.states import save
 from tests.cli.commands import document, ran
+from tests.formats.damages import lay
 from tests.offline.folders import copied, flip, hub_snapshot, largest, refused, tree
 from tests.patches import before
 
+STEP = "step_00000002"
 FOREIGN = [
     "dcp_fsdp2_uneven_w4/ckpt", "dcp_zstd_w2/ckpt", "hf_ref_llama_tied", "deepspeed_zero2_bf16_w2", "verl_fsdp2_w2",
     "lightning_real_mp_w2", "accelerate_fsdp2_sharded_llama_tied_w2", "torchsave_pytorch_model_bin",
@@ -84,25 +86,14 @@ def test_a_checkpoint_of_any_format_is_copied_byte_for_byte(zoo, tmp_path, name,
     assert item.unproved <= item.nbytes and (check or item.unproved == item.nbytes)
 
 
-@pytest.mark.parametrize("name", ["latest", "step_00000002", "1"])
+@pytest.mark.parametrize("name", ["latest", STEP, "1"])
 def test_a_checkpoint_of_a_run_is_copied_with_its_record_and_every_byte_is_proved(run, tmp_path, name):
     done = copy(f"{run}/{name}", str(tmp_path / "out"))
     (item,) = done.checkpoints
-    assert tree(tmp_path / "out") == tree(Path(item.src))
+    assert tree(tmp_path / "out") == tree(Path(item.src)) and verify(str(tmp_path / "out")).ok
     assert item.unproved == 0 and done.nbytes == item.nbytes
     assert "not proved" not in done.proof() and f"{item.digests} source digests checked" in done.proof()
-    assert verify(str(tmp_path / "out")).ok
     assert [pin.owner for pin in list_pins(open_store(str(run)))] == [None]  # no pin of ours is left
-
-
-def test_large_slices_and_the_bytes_between_them_are_checked(tmp_path):
-    source = Path(save(tmp_path / "RUN", TrainState(model=torch.nn.Linear(300, 300))), "step_00000001")
-    assert check_copy(source, tmp_path / "out").unproved == 0
-    data = largest(source)
-    for at in (None, 3):  # in a slice; between slices
-        flip(data, at)
-        refused(IntegrityError, r"\.distcp", copy, source, tmp_path / "bad")
-        flip(data, at)
 
 
 def test_a_dcp_writer_checkpoint_without_a_commit_record_is_copied(tmp_path):
@@ -110,34 +101,31 @@ def test_a_dcp_writer_checkpoint_without_a_commit_record_is_copied(tmp_path):
     assert check_copy(tmp_path / "in", tmp_path / "out").digests
 
 
-def test_damage_names_file_and_tensor_and_nothing_is_published(run, tmp_path):
-    data = largest(run / "step_00000002")
-    flip(data)
-    refused(IntegrityError, rf"(?s){data.name}.*(weight|the whole file)", copy, f"{run}/2", tmp_path / "out")
-    check_copy(f"{run}/2", tmp_path / "out", run / "step_00000002", check=False)
+def test_damage_in_or_between_slices_names_file_and_tensor_and_nothing_is_published(tmp_path):
+    step = Path(save(tmp_path / "RUN", TrainState(model=torch.nn.Linear(300, 300))), "step_00000001")
+    assert check_copy(step, tmp_path / "out").unproved == 0
+    data = largest(step)
+    for at, what in ((None, "weight"), (3, "the bytes between the tensors")):
+        flip(data, at)
+        refused(IntegrityError, rf"(?s){data.name}.*{what}", copy, step, tmp_path / "bad")
+        check_copy(step, tmp_path / f"unchecked {at}", check=False)
+        flip(data, at)
 
 
 def test_an_incomplete_checkpoint_is_never_copied(run, tmp_path):
-    next((run / "step_00000002").glob("*.distcp")).unlink()
+    next((run / STEP).glob("*.distcp")).unlink()
     for check in (True, False):
         refused(IncompleteCheckpointError, "missing", copy, f"{run}/2", tmp_path / "out", check=check)
 
 
 def test_files_missing_from_the_record_are_reported_and_not_copied(run, tmp_path):
-    (run / "step_00000002" / "eval").mkdir()
-    (run / "step_00000002" / "eval" / "results.json").write_text("{}")
+    (run / STEP / "eval").mkdir()
+    (run / STEP / "eval" / "results.json").write_text("{}")
     done = copy(f"{run}/2", str(tmp_path / "out"))
     assert list(done.checkpoints[0].left_out) == ["eval/results.json"]
     assert any("eval/results.json" in line and "--all-files" in line for line in done.lines())
     assert not (tmp_path / "out" / "eval").exists()
-    check_copy(f"{run}/2", tmp_path / "all", run / "step_00000002", all_files=True)
-
-
-def test_a_directory_of_another_step_is_refused(run, tmp_path):
-    refused(UsageError, "another step", copy, f"{run}/2", tmp_path / "step_00000007")
-    copy(f"{run}/2", str(tmp_path / "step_00000002"))
-    copy(f"{run}/2", str(tmp_path / "best so far"))
-    assert verify(str(tmp_path / "best so far")).ok
+    check_copy(f"{run}/2", tmp_path / "all", run / STEP, all_files=True)
 
 
 @pytest.mark.parametrize(("name", "target", "expected"), [
@@ -168,10 +156,12 @@ def test_copying_a_run_of_another_system_proposes_to_copy_one_checkpoint(zoo, tm
 
 
 def test_copy_overwrites_under_the_same_rules_as_convert(run, tmp_path):
-    out = tmp_path / "out"
+    out = tmp_path / "best so far"
     copy(f"{run}/1", str(out))
+    assert verify(str(out)).ok
+    refused(UsageError, "another step", copy, f"{run}/2", tmp_path / "step_00000007")
     refused(CheckpointExistsError, "--overwrite", copy, f"{run}/2", out)
-    check_copy(f"{run}/2", out, run / "step_00000002", overwrite=True)
+    check_copy(f"{run}/2", out, run / STEP, overwrite=True)
     (out / "notes.txt").write_text("mine")
     refused(CheckpointExistsError, r"notes\.txt", copy, f"{run}/1", out, overwrite=True)
     refused(UsageError, "is the source: the result", copy, f"{run}/1", run / "step_00000001", overwrite=True)
@@ -180,7 +170,7 @@ def test_copy_overwrites_under_the_same_rules_as_convert(run, tmp_path):
 def test_a_run_is_copied_with_its_pins_and_latest_and_loads(run, tmp_path):
     told: list[tuple[int, int]] = []
     done = copy(str(run), str(tmp_path / "new"), progress=lambda at, total, what: told.append((at, total)))
-    for name in ("step_00000001", "step_00000002", "step_00000003"):
+    for name in ("step_00000001", STEP, "step_00000003"):
         assert tree(tmp_path / "new" / name) == tree(run / name)
     pins = list_pins(open_store(str(tmp_path / "new")))
     assert [(pin.name, pin.why) for pin in pins] == [("step_00000001", "table 2")] and done.pins == ("step_00000001",)
@@ -194,11 +184,13 @@ def test_a_run_is_copied_with_its_pins_and_latest_and_loads(run, tmp_path):
     assert steps(tmp_path / "new") == [1, 2, 3, 4]
 
 
-def test_running_a_copy_again_copies_only_new_checkpoints(run, new):
+def test_running_a_copy_again_copies_only_new_checkpoints_also_through_links(run, new, tmp_path):
     before = {p: p.stat().st_mtime_ns for p in new.rglob("*.distcp")}
     with CheckpointManager(run) as manager:
         manager.save(4, state(4))
-    done = copy(str(run), str(new))
+    for place in (run, new):
+        (tmp_path / f"to {place.name}").symlink_to(place)
+    done = copy(f"{tmp_path}/to RUN", f"{tmp_path}/to new")
     assert [item.there for item in done.checkpoints] == [True, True, True, False]
     for item in done.checkpoints:
         assert item.nbytes == sum(path.stat().st_size for path in Path(item.dst).iterdir())
@@ -215,17 +207,9 @@ def test_uncommitted_entries_are_named_and_skipped(run, tmp_path):
     assert set(done.left_out) == {*uncommitted, "step_00000008"}
     assert all(any(name in line for line in done.lines()) for name in done.left_out)
     assert steps(tmp_path / "new") == [1, 2, 3] and not (tmp_path / "new" / "notes").exists()
-    for name in ("step_00000001", "step_00000002", "step_00000003"):
+    for name in ("step_00000001", STEP, "step_00000003"):
         shutil.rmtree(run / name)
     refused(CheckpointNotFoundError, "no committed checkpoint", copy, run, tmp_path / "none")
-
-
-def test_a_linked_run_is_copied_through_its_link(run, tmp_path):
-    (tmp_path / "link").symlink_to(run)
-    copy(str(tmp_path / "link"), str(tmp_path / "new"))
-    assert steps(tmp_path / "new") == [1, 2, 3]
-    (tmp_path / "to").symlink_to(tmp_path / "new")
-    assert all(item.there for item in copy(str(run), str(tmp_path / "to")).checkpoints)
 
 
 @pytest.mark.parametrize(("harm", "error", "planned"), [
@@ -233,7 +217,7 @@ def test_a_linked_run_is_copied_through_its_link(run, tmp_path):
     (lambda step: (step / "checkpoint.json").write_bytes(b"{"), CorruptCheckpointError, "checkpoint.json is not JSON"),
 ], ids=["a bit", "the record"])  # fmt: skip
 def test_damage_in_one_checkpoint_is_an_error_but_the_others_are_copied(run, tmp_path, harm, error, planned):
-    harm(run / "step_00000002")
+    harm(run / STEP)
     (run / "step_00000009").mkdir()
     assert planned in "".join(copy(str(run), str(tmp_path / "new"), dry_run=True).faults)
     with pytest.raises(error, match=r"step_00000002 was not copied; .* has 2 other complete ") as caught:
@@ -247,45 +231,20 @@ def test_a_checkpoint_of_another_save_is_replaced_only_on_request_and_if_not_pin
     with CheckpointManager(new) as manager:
         manager.save(2, state(2, 1))
         manager.save(9, state(9))
-    other = tree(new / "step_00000002")
+    other = tree(new / STEP)
     refused(CheckpointExistsError, "step_00000002 from another save", copy, run, new)
-    assert steps(new) == [2, 9] and tree(new / "step_00000002") == other
+    assert steps(new) == [2, 9] and tree(new / STEP) == other
     pin_forever(f"{new}/step_00000002", "mine")
     refused(CheckpointExistsError, "pinned: mine", copy, run, new, overwrite=True)
     (new / ".ckptkit" / "pins" / "keep-step_00000002.json").unlink()
     done = copy(str(run), str(new), overwrite=True)
-    assert sorted(steps(new)) == [1, 2, 3, 9] and tree(new / "step_00000002") == tree(run / "step_00000002")
+    assert sorted(steps(new)) == [1, 2, 3, 9] and tree(new / STEP) == tree(run / STEP)
     assert any("step_00000009" in note for note in done.notes)
 
 
-def test_obstacles_to_a_run_are_reported_before_anything_is_written(run, tmp_path):
-    new = tmp_path / "new"
-    (new / "step_00000002").mkdir(parents=True)
-    (new / "step_00000002" / "thesis.txt").write_text("mine")
-    before = tree(new)
-    for overwrite, message in ((False, "exists already; nothing was written"), (True, "thesis.txt. Nothing was")):
-        refused(CheckpointExistsError, message, copy, run, new, overwrite=overwrite)
-        assert tree(new) == before and os.listdir(new) == ["step_00000002"]
-
-
-@pytest.mark.parametrize(("put", "words"), [
-    (lambda new: new.write_text("mine"), "new is not a directory"),
-    (lambda new: new.symlink_to("nowhere"), "new is not a directory"),
-    (lambda new: (new.mkdir(), (new / ".ckptkit").write_text("mine")), r"new/\.ckptkit is a file"),
-], ids=["a file", "a dangling link", "a file called .ckptkit"])  # fmt: skip
-def test_an_unusable_destination_is_reported_once(run, tmp_path, put, words):
-    new = tmp_path / "new"
-    put(new)
-    before = sorted(tmp_path.rglob("*"))
-    refused(NotADirectoryError, words, copy, run, new)
-    said = "\n".join(copy(str(run), str(new), dry_run=True).lines())
-    assert re.search(words, said) and said.count("would fail") == 1
-    assert sorted(tmp_path.rglob("*")) == before
-
-
 @pytest.mark.parametrize("damage", ["missing", "truncated"])
-def test_an_incomplete_copy_does_not_count_as_copied(run, new, damage):
-    file = largest(new / "step_00000002")
+def test_an_incomplete_or_damaged_copy_does_not_count_as_copied(run, new, damage):
+    file = largest(new / STEP)
     file.unlink() if damage == "missing" else os.truncate(file, 10)
     said = f"step_00000002 already exists, but it is incomplete: {file.name}"
     refused(CheckpointExistsError, said, copy, run, new)
@@ -293,12 +252,9 @@ def test_an_incomplete_copy_does_not_count_as_copied(run, new, damage):
     done = copy(str(run), str(new), overwrite=True)
     assert [item.there for item in done.checkpoints] == [True, False, True]
     assert "2 there already, files and sizes compared" in done.proof()
-    assert tree(new / "step_00000002") == tree(run / "step_00000002")
-
-
-def test_verify_reads_existing_copies_too(run, new):
+    assert tree(new / STEP) == tree(run / STEP)
     assert copy(str(run), str(new), verify=True).proof() == "proved: 3 there already, verified"
-    flip(largest(new / "step_00000002"))
+    flip(file)
     refused(IntegrityError, "step_00000002 already exists, but is damaged", copy, run, new, verify=True)
 
 
@@ -334,7 +290,7 @@ def test_rotation_waits_for_a_copy_or_the_report_names_what_was_deleted(run, tmp
     if pinned:  # the first by its owner; the second is deleted once it is copied
         assert kept == [[1, 2, 3], [1, 2, 3], [1, 3]] and steps(tmp_path / "new") == [1, 2, 3]
     else:
-        assert steps(tmp_path / "new") == [1, 3] and "deleted" in done.left_out["step_00000002"]
+        assert steps(tmp_path / "new") == [1, 3] and "deleted" in done.left_out[STEP]
 
 
 def test_a_copy_killed_at_any_file_operation_leaves_a_valid_run_and_continues(run, tmp_path, monkeypatch):
@@ -358,22 +314,40 @@ def test_a_copy_killed_at_any_file_operation_leaves_a_valid_run_and_continues(ru
     assert kills >= 3
 
 
-def test_a_dry_run_writes_nothing_and_refuses_like_the_real_run(run, tmp_path):
-    line = ("copy", run, tmp_path / "new", "--dry-run")
-    said = ran(*line)
-    assert "nothing was written" in said and said.count("would be") == 3
-    assert not (tmp_path / "new").exists()
-    flip(run / "step_00000002" / ".metadata")
-    assert ".metadata" in ran(*line, code=1)
-    flip(run / "step_00000002" / ".metadata")
-    data = largest(run / "step_00000002")
-    os.truncate(data, data.stat().st_size - 5)
-    assert data.name in ran(*line, code=1)
-    ran("copy", f"{run}/1", run / "step_00000003", "--dry-run", code=2)
-
-
 def test_the_copy_command_prints_what_was_proved_or_one_json_document(run, tmp_path):
     assert "the copy is equal to the source" in ran("copy", run, tmp_path / "a", "--verify").splitlines()[-1]
     found = document("copy", run, tmp_path / "b")
     assert found["schema"] == "ckptkit.copy/1" and len(found["checkpoints"]) == 3 and found["run"] is True
     ran("copy", f"{run}/9", tmp_path / "c", code=1)
+
+
+@pytest.mark.parametrize(("put", "error", "said", "overwrite"), [
+    (lambda new: new.write_text("mine"), NotADirectoryError, "new is not a directory", False),
+    (lambda new: new.symlink_to("nowhere"), NotADirectoryError, "new is not a directory", False),
+    (lambda new: lay(new, {".ckptkit": "mine"}), NotADirectoryError, r"new/\.ckptkit is a file", False),
+    (lambda new: lay(new, {f"{STEP}/thesis.txt": "mine"}), CheckpointExistsError, "exists already", False),
+    (lambda new: lay(new, {f"{STEP}/thesis.txt": "mine"}), CheckpointExistsError, "thesis.txt", True),
+], ids=["a file", "a dangling link", "a file called .ckptkit", "a folder", "a folder, with --overwrite"])  # fmt: skip
+def test_an_obstacle_is_reported_once_before_anything_is_written(run, tmp_path, put, error, said, overwrite):
+    new = tmp_path / "new"
+    put(new)
+    before = sorted(tmp_path.rglob("*"))
+    written = "" if error is NotADirectoryError else "(?s:.*)[Nn]othing was"
+    refused(error, said + written, copy, run, new, overwrite=overwrite)
+    told = "\n".join(copy(str(run), str(new), dry_run=True, overwrite=overwrite).lines())
+    assert re.search(said, told) and told.count("would fail") == 1
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_dry_run_writes_nothing_and_refuses_like_the_real_run(run, tmp_path):
+    line = ("copy", run, tmp_path / "new", "--dry-run")
+    said = ran(*line)
+    assert "nothing was written" in said and said.count("would be") == 3
+    assert not (tmp_path / "new").exists()
+    flip(run / STEP / ".metadata")
+    assert ".metadata" in ran(*line, code=1)
+    flip(run / STEP / ".metadata")
+    data = largest(run / STEP)
+    os.truncate(data, data.stat().st_size - 5)
+    assert data.name in ran(*line, code=1)
+    ran("copy", f"{run}/1", run / "step_00000003", "--dry-run", code=2)

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from ckptkit import TrainState, convert
 from ckptkit.errors import IncompleteCheckpointError, UsageError
 from ckptkit.offline.diff import DiffReport, diff
-from tests.checkpoint.states import save
+from tests.checkpoint.states import optimized, save, trained
 from tests.offline.folders import copied
 
 
@@ -148,119 +148,12 @@ def test_values_other_than_tensors_are_compared_and_named(tmp_path, a, b, places
     assert report.to_json()["values"] == {place: list(texts) for place, texts in places.items()}
 
 
-@pytest.mark.parametrize("kind", ["sharded", "full"])
-@pytest.mark.parametrize(
-    ("number", "shown"), [(float, ("0.5", "0.25")), (torch.tensor, ("0.5 (float32)", "0.25 (float32)"))]
-)
-def test_a_setting_of_an_optimizer_is_one_value_also_if_it_is_a_tensor(tmp_path, kind, number, shown):
-    for name, lr in (("a", 0.5), ("b", 0.25)):
-        model = torch.nn.Linear(2, 2)
-        state = TrainState(model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=number(lr)))
-        save(tmp_path / name, state, state_dict_type=kind)
-    report = diff(*(str(tmp_path / name / "step_00000001") for name in "ab"), include=["optimizer*"])
-    assert report.values == {"optimizer.param_groups[0].lr": shown}
-    assert not report.different
-
-
-class Listed(torch.optim.Optimizer):
-    """Keeps a list of tensors for each parameter, like SOAP."""
-
-    def __init__(self, params: Any, value: float) -> None:
-        super().__init__(params, {"lr": 0.1})
-        for parameter in self.param_groups[0]["params"]:
-            self.state[parameter]["GG"] = [torch.full((40, 40), value)]
-
-
-def test_large_tensors_in_lists_of_an_optimizers_state_are_compared(tmp_path):
-    urls = []
-    for value in (1.0, 2.0):
-        model = torch.nn.utils.skip_init(torch.nn.Linear, 3, 2)
-        model.load_state_dict({"weight": torch.ones(2, 3), "bias": torch.ones(2)})
-        state = TrainState(model=model, optimizer=Listed(model.parameters(), value), rng=False)
-        urls.append(save(tmp_path / str(value), state))
-    found = diff(*(f"{url}/step_00000001" for url in urls))
-    assert [item.name.rpartition(".")[0].rpartition(".")[2] for item in found.different] == ["GG", "GG"]
-
-
 @pytest.mark.parametrize("value", [INF, 1e308])
 def test_a_layer_whose_sums_are_not_finite_is_reported(tmp_path, value):
     a = {f"layers.0.{name}": torch.tensor([value, 1.0], dtype=torch.float64) for name in "vw"}
     b = {name: torch.tensor([sign * value, 2.0], dtype=torch.float64) for name, sign in zip(a, (1, -1), strict=True)}
     found = compare(tmp_path, a, b)
     assert [layer.tensors for layer in found.layers().values()] == [2] and found.to_json()["layers"]
-
-
-def test_random_states_are_compared_as_a_whole(tmp_path):
-    state = TrainState(model=torch.nn.Linear(2, 2))
-    for name in "ab":
-        save(tmp_path / name, state)
-        torch.rand(1), random.random()
-    report = diff(*(str(tmp_path / name / "step_00000001") for name in "ab"))
-    assert report.random == ("rng.0.python", "rng.0.torch")
-    assert not report.different and not report.values and report.differs
-    assert report.summary().startswith("different: 2 random states differ; ")
-
-
-def test_the_random_states_of_trainers_are_compared_as_a_whole(tmp_path):
-    words = {"python": (3, tuple(range(625)), None), "cpu": torch.arange(9)}
-    changed = {"python": (3, tuple(range(1, 626)), None), "cpu": torch.arange(1, 10)}
-    report = diff(saved(tmp_path / "a.pt", rng_state=words), saved(tmp_path / "b.pt", rng_state=changed))
-    assert report.random == ("rng_state.cpu", "rng_state.python")
-    assert not report.different and not report.values
-
-
-def test_tensors_and_values_are_counted_apart_and_those_of_one_side_are_named(tmp_path):
-    a, b = ({"m": torch.tensor([x]), "n": torch.tensor([x])} for x in (1.0, 2.0))
-    report = diff(saved(tmp_path / "a.pt", **a, epoch=1, run=4, note=2), saved(tmp_path / "b.pt", **b, epoch=2, run=4))
-    assert report.summary().startswith("different: 2 tensors and 1 value differ")
-    assert (report.only_a, report.only_b, report.same_values, report.same) == (("note",), (), 1, 1)
-
-
-def test_the_summary_says_that_all_weights_are_equal(tmp_path):
-    model = torch.nn.Linear(2, 2)
-    save(tmp_path / "a", TrainState(model=model, optimizer=torch.optim.SGD(model.parameters())))
-    save(tmp_path / "b", TrainState(model=model))
-    urls = [str(tmp_path / name / "step_00000001") for name in "ab"]
-    assert diff(*urls).summary().endswith("all 2 weights are equal; B has no optimizer")
-    assert "A has no optimizer" in diff(*reversed(urls)).summary()
-    assert diff(*urls, include=["model.*"]).equal
-
-
-@pytest.mark.parametrize("to", ["hf", "local", "dcp", "torch"])
-def test_an_export_that_lacks_the_optimizer_has_equal_weights(tmp_path, to):
-    model = torch.nn.Linear(2, 2)
-    save(tmp_path / "run", TrainState(model=model, optimizer=torch.optim.SGD(model.parameters())))
-    convert(str(tmp_path / "run"), str(tmp_path / "out"), to=to)
-    report = diff(str(tmp_path / "run"), str(tmp_path / "out"))
-    assert not report.differs and report.lack == "B has only weights"
-    assert report.weights == report.same_weights == 2
-    assert "not compared" in report.summary() and any("optimizer" in name for name in report.left_out)
-    assert report.to_json()["left_out"] == list(report.left_out)
-    assert report.summary().startswith("equal weights: 2 tensors")
-
-
-def tied(value: float = 0.5, head: float | None = None) -> TrainState:
-    model = torch.nn.ModuleDict({"embed": torch.nn.Embedding(3, 2), "head": torch.nn.Linear(2, 3, bias=False)})
-    torch.nn.init.constant_(model["embed"].weight, value)
-    model["head"].weight = model["embed"].weight if head is None else torch.nn.Parameter(torch.full((3, 2), head))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    model["embed"].weight.grad = torch.ones(3, 2)
-    optimizer.step()
-    return TrainState(model=model, optimizer=optimizer, rng=False)
-
-
-def tied_runs(tmp_path: Path, **heads: float | None) -> list[str]:
-    """Save a run per checkpoint type, each with its own head or with a tied one; return the URLs of their steps."""
-    for kind, head in heads.items():
-        save(tmp_path / kind, tied(head=head), state_dict_type=kind)
-    return [f"{tmp_path}/{kind}/step_00000001" for kind in heads]
-
-
-@pytest.mark.parametrize("kind", ["full", "local"])
-def test_the_same_state_is_equal_in_every_checkpoint_type(tmp_path, kind):
-    urls = tied_runs(tmp_path, **{"sharded": None, kind: None})
-    assert diff(*urls).equal
-    assert diff(*reversed(urls)).equal
 
 
 def test_a_head_is_compared_with_the_embedding_to_which_the_config_of_its_export_ties_it(zoo, tmp_path):
@@ -272,17 +165,92 @@ def test_a_head_is_compared_with_the_embedding_to_which_the_config_of_its_export
     assert diff(source, str(out)).only_a == ("lm_head.weight",)
 
 
+def runs(tmp_path: Path, *made: TrainState, **options: Any) -> list[str]:
+    """Save each state as a run; return the URLs of their steps."""
+    return [f"{save(tmp_path / name, state, **options)}/step_00000001" for name, state in zip("ab", made, strict=False)]
+
+
+@pytest.mark.parametrize("kind", ["sharded", "full"])
+@pytest.mark.parametrize(
+    ("number", "shown"), [(float, ("0.5", "0.25")), (torch.tensor, ("0.5 (float32)", "0.25 (float32)"))]
+)
+def test_a_setting_of_an_optimizer_is_one_value_also_if_it_is_a_tensor(tmp_path, kind, number, shown):
+    states = [optimized(torch.nn.Linear(2, 2), torch.optim.AdamW, lr=number(lr)) for lr in (0.5, 0.25)]
+    report = diff(*runs(tmp_path, *states, state_dict_type=kind), include=["optimizer*"])
+    assert report.values == {"optimizer.param_groups[0].lr": shown}
+    assert not report.different
+
+
+def test_large_tensors_in_lists_of_an_optimizers_state_are_compared(tmp_path):
+    states = [optimized(torch.nn.Linear(3, 2)) for _ in range(2)]
+    states[1].model.load_state_dict(states[0].model.state_dict())
+    for state, value in zip(states, (1.0, 2.0), strict=True):
+        for parameter in state.model.parameters():
+            state.optimizer.state[parameter]["GG"] = [torch.full((40, 40), value)]  # as in SOAP
+    found = diff(*runs(tmp_path, *states))
+    assert [item.name.rpartition(".")[0].rpartition(".")[2] for item in found.different] == ["GG", "GG"]
+
+
+def test_random_states_of_ours_and_of_trainers_are_compared_as_a_whole(tmp_path):
+    state = TrainState(model=torch.nn.Linear(2, 2))
+    urls = runs(tmp_path / "one", state)
+    torch.rand(1), random.random()
+    ours = diff(*urls, *runs(tmp_path / "other", state))
+    assert ours.random == ("rng.0.python", "rng.0.torch") and ours.differs
+    assert ours.summary().startswith("different: 2 random states differ; ")
+    words = {"python": (3, tuple(range(625)), None), "cpu": torch.arange(9)}
+    changed = {"python": (3, tuple(range(1, 626)), None), "cpu": torch.arange(1, 10)}
+    theirs = diff(saved(tmp_path / "a.pt", rng_state=words), saved(tmp_path / "b.pt", rng_state=changed))
+    assert theirs.random == ("rng_state.cpu", "rng_state.python")
+    assert not any(report.different or report.values for report in (ours, theirs))
+
+
+def test_tensors_and_values_are_counted_apart_and_those_of_one_side_are_named(tmp_path):
+    a, b = ({"m": torch.tensor([x]), "n": torch.tensor([x])} for x in (1.0, 2.0))
+    report = diff(saved(tmp_path / "a.pt", **a, epoch=1, run=4, note=2), saved(tmp_path / "b.pt", **b, epoch=2, run=4))
+    assert report.summary().startswith("different: 2 tensors and 1 value differ")
+    assert (report.only_a, report.only_b, report.same_values, report.same) == (("note",), (), 1, 1)
+
+
+@pytest.mark.parametrize("to", ["hf", "local", "dcp", "torch"])
+def test_the_summary_says_what_one_side_lacks_and_that_all_weights_are_equal(tmp_path, to):
+    full = optimized(torch.nn.Linear(2, 2))
+    urls = runs(tmp_path, full, TrainState(model=full.model))
+    assert diff(*urls).summary().endswith("all 2 weights are equal; B has no optimizer")
+    assert "A has no optimizer" in diff(*reversed(urls)).summary()
+    assert diff(*urls, include=["model.*"]).equal
+    convert(urls[0], str(tmp_path / "out"), to=to)
+    report = diff(urls[0], str(tmp_path / "out"))
+    assert not report.differs and report.lack == "B has only weights"
+    assert report.weights == report.same_weights == 2
+    assert "not compared" in report.summary() and any("optimizer" in name for name in report.left_out)
+    assert report.to_json()["left_out"] == list(report.left_out)
+    assert report.summary().startswith("equal weights: 2 tensors")
+
+
+def tied(head: float | None = None) -> torch.nn.Module:
+    """Return a model whose head has this value, or is tied."""
+    model = torch.nn.ModuleDict({"embed": torch.nn.Embedding(3, 2), "head": torch.nn.Linear(2, 3, bias=False)})
+    torch.nn.init.constant_(model["embed"].weight, 0.5)
+    model["head"].weight = model["embed"].weight if head is None else torch.nn.Parameter(torch.full((3, 2), head))
+    return model
+
+
+@pytest.mark.parametrize("kind", ["full", "local"])
+def test_the_same_tied_weights_are_equal_in_every_checkpoint_type_and_untied_ones_are_not(tmp_path, kind):
+    state = trained(tied())
+    urls = [*runs(tmp_path / "1", state), *runs(tmp_path / "2", state, state_dict_type=kind)]
+    assert diff(*urls, exclude=["rng*"]).equal and diff(*reversed(urls), exclude=["rng*"]).equal
+    urls = [*runs(tmp_path / "3", optimized(tied(9.0))), *runs(tmp_path / "4", optimized(tied()), state_dict_type=kind)]
+    report = diff(*urls)
+    assert [item.name for item in report.different] == ["head.weight"] and not report.equal
+
+
 @pytest.mark.parametrize("truncated", [False, True])
 def test_a_checkpoint_that_lacks_a_file_is_not_equal_by_its_digests(tmp_path, truncated):
-    (url,) = tied_runs(tmp_path, sharded=None)
+    (url,) = runs(tmp_path, TrainState(model=torch.nn.Linear(2, 2)))
     other = copied(Path(url), tmp_path / "other" / "step_00000001")
     data = other / "__0_0.distcp"
     os.truncate(data, data.stat().st_size - 1) if truncated else data.unlink()
     with pytest.raises(IncompleteCheckpointError, match=r"__0_0\.distcp"):
         diff(url, str(other))
-
-
-def test_an_untied_head_differs_from_a_tied_one(tmp_path):
-    report = diff(*tied_runs(tmp_path, sharded=9.0, full=None))
-    assert [item.name for item in report.different] == ["head.weight"]
-    assert not report.equal

@@ -43,9 +43,6 @@ def test_a_dry_run_refuses_an_existing_destination(source, tmp_path, name):
     assert not run(str(source), str(tmp_path / "out"), **options, overwrite=True, dry_run=True).faults
     (tmp_path / "out" / "notes.txt").write_bytes(b"mine")
     both_refuse(name, source, tmp_path / "out", r"notes\.txt", overwrite=True)
-
-
-def test_a_dry_run_refuses_an_existing_single_file(source, tmp_path):
     (tmp_path / "out.pt").write_bytes(b"mine")
     both_refuse("torch", source, tmp_path / "out.pt", "exists already")
     both_refuse("torch", source, tmp_path / "out.pt", "is not overwritten", overwrite=True)
@@ -60,15 +57,11 @@ def test_a_dry_run_finds_a_missing_or_truncated_source_file(source, tmp_path, na
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_dry_run_finds_a_disk_that_is_too_small(source, tmp_path, name, monkeypatch):
-    monkeypatch.setattr(LocalStore, "free_bytes", lambda self: 10)
-    both_refuse(name, source, tmp_path / "out", "10 B free")
-
-
-@pytest.mark.parametrize("name", RUNS)
-def test_a_dry_run_refuses_a_destination_below_a_file(source, tmp_path, name):
+def test_a_dry_run_finds_a_disk_that_is_too_small_and_a_file_above_the_destination(source, tmp_path, name, monkeypatch):
     (tmp_path / "file").write_bytes(b"1")
     both_refuse(name, source, tmp_path / "file" / "out", "is not a directory")
+    monkeypatch.setattr(LocalStore, "free_bytes", lambda self: 10)
+    both_refuse(name, source, tmp_path / "out", "10 B free")
 
 
 @pytest.mark.parametrize("name", RUNS)

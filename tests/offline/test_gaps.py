@@ -24,6 +24,8 @@ ONLY = {  # the remaining files of the checkpoint
     "deepspeed_zero2_bf16_w2/ckpt/global_step2": ("mp_rank_00_model_states.pt",),
 }
 WITHOUT = (  # a checkpoint, its missing file, and what verify says
+    ("verl_fsdp2_w2", "**/optim_world_size_2_rank_1.pt", "optim_world_size_2_rank_1.pt is missing"),
+    ("verl_fsdp1_nomesh_w2", "**/optim_world_size_2_rank_1.pt", "optim_world_size_2_rank_1.pt is missing"),
     ("megatron_torch_dist_emulated/iter_0000010", ".metadata", "save did not finish"),
     ("megatron_torch_dist_emulated/iter_0000010", "metadata.json", "Megatron writes metadata.json last"),
     ("lightning_trainer_fsdp_w2/epoch=0-step=3.ckpt", ".metadata", "save did not finish"),
@@ -32,7 +34,6 @@ WITHOUT = (  # a checkpoint, its missing file, and what verify says
     ("accelerate_fsdp2_sharded_llama_tied_w2/checkpoint", "random_states_0.pkl", "random_states_0.pkl is missing"),
     ("accelerate_fsdp2_sharded_qwen3moe_w2/checkpoint", "random_states_1.pkl", "random_states_1.pkl is missing"),
     ("hf_trainer_fsdp2_sharded_w2/out/checkpoint-2", "rng_state_1.pth", "rng_state_1.pth is missing"),
-    ("verl_fsdp1_nomesh_w2", "**/optim_world_size_2_rank_1.pt", "optim_world_size_2_rank_1.pt is missing"),
     ("verl_fsdp2_w2", "**/extra_state_world_size_2_rank_1.pt", "extra_state_world_size_2_rank_1.pt is missing"),
 )
 CUT = {  # a checkpoint, a file next to its tensors, and how many of its bytes are lost; 0 for all
@@ -75,11 +76,13 @@ def test_an_incomplete_checkpoint_is_not_ok_and_every_command_refuses_it(zoo, tm
 
 
 @pytest.mark.parametrize(("name", "pattern", "words"), WITHOUT)
-def test_verify_names_a_missing_file(zoo, tmp_path, name, pattern, words):
+def test_verify_names_a_missing_file_and_a_reshard_refuses_half_an_optimizer(zoo, tmp_path, name, pattern, words):
     copy = _copy(zoo / name, tmp_path / Path(name).name)
     (gone,) = copy.glob(pattern)
     gone.unlink()
     assert words in _found(copy)
+    if "optim" in pattern:
+        refused(IncompleteCheckpointError, words, reshard, copy, tmp_path / "new", world_size=2)
 
 
 @pytest.mark.parametrize("name", CUT)
@@ -88,13 +91,6 @@ def test_an_error_names_an_empty_or_truncated_file_next_to_the_tensors(zoo, tmp_
     (file,) = copy.glob(pattern)
     os.truncate(file, file.stat().st_size - lost if lost else 0)
     assert file.name + ("" if lost else " is empty") in _found(copy)
-
-
-def test_a_reshard_refuses_half_an_optimizer(zoo, tmp_path):
-    copy = _copy(zoo / "verl_fsdp2_w2", tmp_path / "verl")
-    next(copy.rglob("optim_world_size_2_rank_1.pt")).unlink()
-    said = r"optim_world_size_2_rank_1\.pt is missing"
-    refused(IncompleteCheckpointError, said, reshard, copy, tmp_path / "new", world_size=2)
 
 
 def test_no_sample_of_a_real_library_is_called_incomplete(zoo):

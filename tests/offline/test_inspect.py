@@ -65,13 +65,10 @@ def _tensors_in(value: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]
         yield from _tensors_in(item, f"{name}.{key}" if name else str(key))
 
 
-def test_a_file_whose_names_share_bytes_shows_them_as_tied(tmp_path):
+def test_names_that_share_bytes_of_a_file_are_shown_as_tied_and_compressed_tensors_are_not(zoo, tmp_path):
     weight = torch.ones(8, 4)
     torch.save({"embed.weight": weight, "head.weight": weight, "other": torch.ones(8, 4)}, tmp_path / "tied.pt")
     assert inspect(str(tmp_path / "tied.pt")).tied == {"head.weight": "embed.weight"}
-
-
-def test_compressed_tensors_of_one_file_are_not_tied(zoo):
     assert inspect(str(zoo / "dcp_zstd_w2")).tied == {}
 
 

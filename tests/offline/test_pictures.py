@@ -41,14 +41,6 @@ def browse(page: Path, tmp_path: Path, *options: str) -> subprocess.CompletedPro
 HOSTILE = '</title><script>document.title="owned"</script><img src=http://x.invalid/a onerror=alert(1)>"\'&'
 
 
-def kept(steps: int) -> list[Listed]:
-    return [Listed(f"step_{i}", "committed", i, 100, keep=True, why="why") for i in range(steps)]
-
-
-def with_metric(*values: float) -> list[Listed]:
-    return [replace(item, metrics={"loss": value}) for item, value in zip(kept(len(values)), values, strict=True)]
-
-
 PAGES = ["two", "w64", "one", "many", "diff"]
 
 
@@ -157,71 +149,29 @@ def test_the_maps_of_the_optimizer_are_behind_one_click():
 
 
 def test_step_counters_are_not_drawn_and_other_moments_open_with_a_click():
-    names = ["layers.0.w", "layers.1.w"]
+    names = ["layers.0.w", "lm_head.weight"]
     states = {f"optimizer: {n} {state}": 0.5 for n in names for state in ("exp_avg", "step")}
-    panels = heat_maps(dict.fromkeys(names, 0.0) | states | {"rng.0.torch": 1.0})
+    panels = heat_maps(dict.fromkeys(names, 0.0) | states | {"master: layers.0.w": 0.5, "rng.0.torch": 1.0})
     headings = {panel.heading.removeprefix("Change by layer: "): panel.behind for panel in panels}
-    differ = {"optimizer: exp_avg": "2 of 2 tensors differ", "other state": "1 of 1 tensors differ"}
-    assert headings == {"model": "", **differ}
+    differ = {"optimizer: exp_avg": 2, "master": 1, "other state": 1}
+    assert headings == {"model": "", **{name: f"{n} of {n} tensors differ" for name, n in differ.items()}}
     assert "2 step counters are hidden" in panels[0].explanation
 
 
-def test_the_totals_of_the_ranks_are_the_bytes_of_the_slices(zoo):
-    catalog = open_source(str(zoo / "verl_fsdp2_w2")).catalog
-    totals = rank_totals(catalog.tensors.values())
-    assert sorted(totals) == [0, 1] and sum(totals.values()) == sum(entry.nbytes for entry in catalog.tensors.values())
-
-
-def test_the_ribbons_of_a_reshard_count_every_byte_once(zoo, tmp_path):
-    reshard(str(zoo / "verl_fsdp2_w2"), str(tmp_path / "w3"), world_size=3)
-    urls = str(zoo / "verl_fsdp2_w2"), str(tmp_path / "w3")
-    before, after = (open_source(url).catalog.tensors.values() for url in urls)
-    matrix = flows(before, after)
-    assert matrix.shape == (2, 3) and matrix.sum() == sum(entry.nbytes for entry in after)
-
-
-def test_the_timeline_draws_each_limit_at_its_position():
-    items = [replace(item, keep=i > 6) for i, item in enumerate(kept(10))]
-    picture = timeline(items, RetentionPolicy(max_num=3, max_mem=500)).picture
-    lines = [float(x) for x in re.findall(r'class="limit" d="M([\d.]+) ', picture)]
-    slot = (WIDTH - LEFT - 10) / 10
-    assert lines == pytest.approx([LEFT + 7 * slot, LEFT + 5 * slot], abs=0.1)
-
-
-def test_a_timeline_shows_where_checkpoints_are_absent():
-    items = [kept(1)[0], replace(kept(1)[0], step=5, absent_before=3)]
-    picture = timeline(items, RetentionPolicy(max_num=1)).picture
-    assert "3 saved in between, now gone" in picture
-    assert (picture.count('class="gone"'), picture.count('class="limit"')) == (2, 1)  # two: the mark, and the legend
-
-
-def test_the_timeline_draws_metrics_above_the_bars_with_gaps_for_nan():
-    picture = timeline(with_metric(3.0, 2.0, float("nan"), 1.0)).picture
-    ys = [float(y) for y in re.findall(r'<circle cx="[\d.]+" cy="([\d.]+)"', picture)]
-    assert ys[0] < ys[1] < ys[3] < min(float(y) for y in re.findall(r'<rect [^>]*y="([\d.]+)"', picture))
-    assert re.search(r'class="line" d="M\S+ \S+L\S+ \S+M', picture)
-    assert "loss nan" in picture
-
-
-def test_a_diff_page_says_if_nothing_is_in_common():
-    assert "no tensor in common" in heat_maps({})[0].explanation
-
-
-def test_a_timeline_shows_the_name_of_a_checkpoint_without_a_step():
-    assert "half-made" in timeline([Listed("half-made", "in progress", why="by host")]).picture
-
-
-@pytest.mark.parametrize("values", [[1.0], [2.0, 2.0], [float("inf")], [-1e308, 1e308], [5e-324, 0.0]])
-def test_the_line_of_any_metric_fits_its_picture(values):
-    picture = timeline(with_metric(*values)).picture
-    ys = [float(y) for y in re.findall(r'<circle cx="[\d.]+" cy="([^"]+)"', picture)]
-    assert len(ys) == len(values) and all(0 <= y <= 110 for y in ys)
+@pytest.mark.parametrize(("name", "layer"), [
+    ("model.layers.3.mlp.w", (0, "model.layers.3")), ("lm_head.weight", (0, "lm_head.weight")),
+    ("optimizer: model.layers.3.mlp.w exp_avg", (1, "optimizer: exp_avg")),
+    ("optimizer: lm_head.weight step", (1, "optimizer: step")),
+    ("master: model.layers.3.mlp.w", (1, "master")), ("rng.0.torch", (2, "rng.0.torch"))])  # fmt: skip
+def test_layer_of_assigns_tensor_names_to_layers(name, layer):
+    assert layer_of(name) == layer
 
 
 def test_equal_small_and_infinite_changes_have_distinct_colours():
     picture = heat_maps({"layers.0.a": 0.0, "layers.0.b": 1e-5, "layers.0.c": float("inf")})[0].picture
     looks = re.findall(r'<g ([^>]+) stroke-width="[\d.]+"><path [^>]*><title>', picture)
     assert len(looks) == len(set(looks)) == 3
+    assert "no tensor in common" in heat_maps({})[0].explanation
 
 
 def test_a_large_grid_folds_experts_and_then_layers_and_shows_the_largest_change():
@@ -252,22 +202,56 @@ def test_a_long_name_of_digits_is_drawn_at_once(name):
 
 
 @pytest.mark.parametrize("layers", [180, 200, 1250])
-def test_a_grid_of_many_layers_fits_on_a_page(layers):
-    (height,) = heights(heat_maps({f"model.layers.{i}.mlp.w": 0.5 for i in range(layers)})[0].picture)
-    assert height <= PAGE
-
-
-def test_the_page_of_a_large_diff_is_small(tmp_path):
-    names = [f"model.layers.{i}.self_attn.{name}_proj.weight" for i in range(1250) for name in "qkvo"]
+def test_a_grid_of_many_layers_fits_on_a_page_of_a_small_file(tmp_path, layers):
+    names = [f"model.layers.{i}.self_attn.{name}_proj.weight" for i in range(layers) for name in "qkvo"]
     changes = {**dict.fromkeys(names, 0.25), **{f"optimizer: {name} exp_avg": 0.25 for name in names}}
     write_diff_page(DiffReport("A", "B", 0, 0, (), (), (), changes=changes), str(tmp_path / "page.html"))
+    assert max(heights((tmp_path / "page.html").read_text(encoding="utf-8"))) <= PAGE
     assert (tmp_path / "page.html").stat().st_size < 500_000
 
 
-@pytest.mark.parametrize(("name", "layer"), [
-    ("model.layers.3.mlp.w", (0, "model.layers.3")), ("lm_head.weight", (0, "lm_head.weight")),
-    ("optimizer: model.layers.3.mlp.w exp_avg", (1, "optimizer: exp_avg")),
-    ("optimizer: lm_head.weight step", (1, "optimizer: step")),
-    ("master: model.layers.3.mlp.w", (1, "master")), ("rng.0.torch", (2, "rng.0.torch"))])  # fmt: skip
-def test_layer_of_assigns_tensor_names_to_layers(name, layer):
-    assert layer_of(name) == layer
+def test_bars_and_ribbons_of_a_reshard_count_every_byte_once(zoo, tmp_path):
+    reshard(str(zoo / "verl_fsdp2_w2"), str(tmp_path / "w3"), world_size=3)
+    urls = str(zoo / "verl_fsdp2_w2"), str(tmp_path / "w3")
+    before, after = (open_source(url).catalog.tensors.values() for url in urls)
+    matrix, totals = flows(before, after), rank_totals(before)
+    assert matrix.shape == (2, 3) and matrix.sum() == sum(entry.nbytes for entry in after)
+    assert sorted(totals) == [0, 1] and sum(totals.values()) == sum(entry.nbytes for entry in before)
+
+
+def kept(*values: float, steps: int = 0) -> list[Listed]:
+    """Return so many checkpoints of a run, or one with each of these losses."""
+    items = [Listed(f"step_{i}", "committed", i, 100, keep=True, why="why") for i in range(steps or len(values))]
+    return items if steps else [replace(item, metrics={"loss": x}) for item, x in zip(items, values, strict=True)]
+
+
+def test_the_timeline_draws_each_limit_at_its_position():
+    items = [replace(item, keep=i > 6) for i, item in enumerate(kept(steps=10))]
+    picture = timeline(items, RetentionPolicy(max_num=3, max_mem=500)).picture
+    lines = [float(x) for x in re.findall(r'class="limit" d="M([\d.]+) ', picture)]
+    slot = (WIDTH - LEFT - 10) / 10
+    assert lines == pytest.approx([LEFT + 7 * slot, LEFT + 5 * slot], abs=0.1)
+
+
+def test_a_timeline_shows_where_checkpoints_are_absent_and_the_name_of_one_without_a_step():
+    items = [*kept(steps=1), replace(kept(steps=1)[0], step=5, absent_before=3), Listed("half-made", "in progress")]
+    picture = timeline(items, RetentionPolicy(max_num=1)).picture
+    assert "3 saved in between, now gone" in picture and "half-made" in picture
+    assert (picture.count('class="gone"'), picture.count('class="limit"')) == (2, 1)  # two: the mark, and the legend
+
+
+def heights_of_metric(picture: str) -> list[float]:
+    return [float(y) for y in re.findall(r'<circle cx="[\d.]+" cy="([^"]+)"', picture)]
+
+
+def test_the_timeline_draws_metrics_above_the_bars_with_gaps_for_nan():
+    picture = timeline(kept(3.0, 2.0, float("nan"), 1.0)).picture
+    ys = heights_of_metric(picture)
+    assert ys[0] < ys[1] < ys[3] < min(float(y) for y in re.findall(r'<rect [^>]*y="([\d.]+)"', picture))
+    assert re.search(r'class="line" d="M\S+ \S+L\S+ \S+M', picture) and "loss nan" in picture
+
+
+@pytest.mark.parametrize("values", [[1.0], [2.0, 2.0], [float("inf")], [-1e308, 1e308], [5e-324, 0.0]])
+def test_the_line_of_any_metric_fits_its_picture(values):
+    ys = heights_of_metric(timeline(kept(*values)).picture)
+    assert len(ys) == len(values) and all(0 <= y <= 110 for y in ys)

@@ -80,9 +80,8 @@ def test_a_flipped_bit_of_the_result_is_found_and_its_tensor_named(made, name):
 
 
 def test_swapped_slices_are_found(made):
-    data = bytearray((made / "out" / FILE).read_bytes())
-    start, rows = place(made, "embed.weight"), 10 * 4 * 10  # ranks hold ten rows of ten numbers
-    data[start : start + 2 * rows] = data[start + rows : start + 2 * rows] + data[start : start + rows]
+    data, start, rows = bytearray((made / "out" / FILE).read_bytes()), place(made, "embed.weight"), 10 * 4 * 10
+    data[start : start + 2 * rows] = data[start + rows : start + 2 * rows] + data[start : start + rows]  # of two ranks
     (made / "out" / FILE).write_bytes(data)
     with pytest.raises(IntegrityError, match=r"embed\.weight"):
         proved(made)

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
-from ckptkit import convert, diff, reshard, verify
+from ckptkit import convert, diff, open_checkpoint, reshard, verify
 from ckptkit.checkpoint.run.delete import delete_checkpoint
 from ckptkit.checkpoint.run.pins import list_pins
 from ckptkit.errors import CheckpointNotFoundError, CkptkitError, CorruptCheckpointError
@@ -17,6 +18,8 @@ from ckptkit.offline import conversion, reading
 from ckptkit.storage import open_store
 from ckptkit.storage.local import LocalStore
 from tests import patches
+from tests.checkpoint import killed
+from tests.checkpoint.states import save_steps
 from tests.offline.folders import copied, largest, names, refused
 from tests.patches import before
 
@@ -69,17 +72,6 @@ def test_a_source_is_pinned_until_the_command_ends(run, tmp_path, monkeypatch, c
     COMMANDS[command](str(run / "latest"), str(tmp_path / "out"))
     assert refused == [True] and command in seen[0]
     assert list_pins(open_store(str(run))) == []
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_reading_a_foreign_source_writes_nothing(zoo, tmp_path, monkeypatch, command):
-    source = copied(zoo / "verl_fsdp2_w2", tmp_path / "in" / "step_4")
-    before = sorted(source.parent.rglob("*"))
-    written: list[str] = []
-    watch_writes(monkeypatch, source.parent, written.append)
-    COMMANDS[command](str(source), str(tmp_path / "out"))
-    assert written == []
-    assert sorted(source.parent.rglob("*")) == before
 
 
 def test_a_pin_leaves_no_files_in_a_directory_without_a_run(run):
@@ -186,3 +178,26 @@ def test_nothing_is_published_from_a_source_replaced_while_it_is_read(foreign, t
 def test_new_files_next_to_the_source_do_not_matter(foreign, tmp_path, monkeypatch):
     while_copying(monkeypatch, lambda: (foreign / "train.log").write_text("step 5"))
     convert(str(foreign), str(tmp_path / "out"))
+
+
+def converts_what_rank_0_chose(run: str, target: str) -> list[str]:
+    """Convert and reshard the run while rank 1 chooses another step as the latest."""
+    real = reading.resolve_url
+
+    def outdated(url: str, **options: Any) -> str:
+        return f"{run}/step_00000001" if url == run and dist.get_rank() else real(url, **options)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(reading, "resolve_url", outdated)
+        hf = convert(run, f"{target}/hf", max_shard_size=60)
+        dcp = reshard(run, f"{target}/step_00000002", world_size=2)
+    return [hf.opened, dcp.opened]
+
+
+def test_ranks_of_torchrun_read_the_checkpoint_that_rank_0_has_chosen(ranks, tmp_path):
+    run = str(save_steps(tmp_path / "run", 1, 2, make=killed.state))
+    found = ranks.run(converts_what_rank_0_chose, 2, run, str(tmp_path))
+    assert found == [[f"{run}/step_00000002"] * 2] * 2
+    assert (open_checkpoint(f"{tmp_path}/hf")["weight"].numpy() == killed.content(2, 0)).all()
+    assert (open_checkpoint(f"{tmp_path}/step_00000002")["model.weight"].numpy() == killed.content(2, 0)).all()
+    assert list_pins(open_store(run)) == []

@@ -131,14 +131,6 @@ def test_a_run_on_two_machines_continues_if_both_take_part_again(source, tmp_pat
     assert names(tmp_path) == ["in", "out"]
 
 
-def test_work_of_a_machine_that_is_gone_is_not_reused(source, tmp_path):
-    killed(source, tmp_path / "out", 2, (0, 1), 1, **MANY)
-    statement = next(path for path in tmp_path.iterdir() if path.name.endswith(".1.owner"))
-    statement.write_text(statement.read_text().replace('"machine": "', '"machine": "other'))
-    assert went_on(convert(str(source), str(tmp_path / "out"), **MANY).notes) == ""
-    assert names(tmp_path) == ["in", "out"]
-
-
 def test_a_restarted_file_does_not_count_as_written_by_an_earlier_run(source, tmp_path):
     first = {"max_shard_size": "3kB"}
     killed(source, tmp_path / "out", 1, (0,), 2, **first)
@@ -150,9 +142,14 @@ def test_a_restarted_file_does_not_count_as_written_by_an_earlier_run(source, tm
     assert_whole(source, tmp_path, **first)
 
 
-def test_files_of_another_plan_are_not_reused(source, tmp_path):
-    killed(source, tmp_path / "out", 1, (0,), 2)
-    killed(source, tmp_path / "out", 1, (0,), 1, exclude=["embed.*"])  # the same file name, started again
-    report = convert(str(source), str(tmp_path / "out"))
-    assert went_on(report.notes) == ""
-    assert_whole(source, tmp_path)
+@pytest.mark.parametrize(("kind", "ranks", "steps"), [("machine", 2, 1), ("plan", 1, 2)])
+def test_work_of_another_plan_or_of_a_machine_that_is_gone_is_not_reused(source, tmp_path, kind, ranks, steps):
+    options = MANY if kind == "machine" else {}
+    killed(source, tmp_path / "out", ranks, tuple(range(ranks)), steps, **options)
+    if kind == "machine":
+        statement = next(path for path in tmp_path.iterdir() if path.name.endswith(".1.owner"))
+        statement.write_text(statement.read_text().replace('"machine": "', '"machine": "other'))
+    else:
+        killed(source, tmp_path / "out", 1, (0,), 1, exclude=["embed.*"])  # the same file name, started again
+    assert went_on(convert(str(source), str(tmp_path / "out"), **options).notes) == ""
+    assert_whole(source, tmp_path, **options)

@@ -57,15 +57,6 @@ def test_an_export_of_one_of_several_models_has_this_model_s_config(tmp_path, st
 
 
 @pytest.mark.parametrize("several", [False, True])
-def test_a_reshard_keeps_the_adapter_s_config(tmp_path, several):
-    models = {"actor": model(rank=2), "critic": model(rank=4)} if several else model(rank=2)
-    source = saved(str(tmp_path / "run"), models)
-    reshard(source, str(tmp_path / "resharded"), world_size=2)
-    convert(str(tmp_path / "resharded"), str(tmp_path / "out"), strip_prefix="actor" if several else None)
-    assert peft.LoraConfig.from_pretrained(tmp_path / "out").r == 2
-
-
-@pytest.mark.parametrize("several", [False, True])
 @pytest.mark.parametrize("forms", ["saved", "dcp", "local", "resharded", "dcp resharded"])
 def test_each_of_several_adapters_has_its_own_config(tmp_path, forms, several):
     both = model(rank=2)

@@ -15,9 +15,9 @@ import ckptkit
 from ckptkit import TrainState, open_checkpoint, verify
 from ckptkit.errors import CheckpointMismatchError, CkptkitError, UnsupportedFormatError, UsageError
 from ckptkit.fsdp import MasterWeightOptimizer
+from tests.checkpoint import states
 from tests.checkpoint.states import load_all, save
-from tests.cli.commands import ran
-from tests.offline.exports import assert_same, converted, read_model, write_model
+from tests.offline.exports import assert_same, converted, write_model
 from tests.offline.folders import refused
 
 ROWS, WIDTH = 301, 24
@@ -64,12 +64,15 @@ def by_fqn(url: str) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("rows", [1, 300, 301, 302, 384])
 def test_an_export_gets_the_requested_number_of_rows(tmp_path, rows, dtype):
     state = weights(dtype=dtype)
-    found = converted(model(tmp_path / "in", state), tmp_path / "out", vocab_size=rows, verify=True)
+    source = model(tmp_path / "in", state)
+    found = converted(source, tmp_path / "out", vocab_size=rows, verify=True)
     for name in (EMBEDDING, HEAD, "lm_head.bias"):
         state[name] = padded(state[name], rows, mean(state[name])) if rows > ROWS else state[name][:rows]
     assert_same(found.tensors, state)
     assert found.config["vocab_size"] == rows
     assert any(note.startswith("vocabulary: ") and EMBEDDING in note for note in found.report.notes)
+    cast = converted(source, tmp_path / "cast", vocab_size=rows, dtype="bf16").tensors
+    assert_same(cast, {name: tensor.bfloat16() for name, tensor in state.items()})
 
 
 def test_new_rows_are_the_same_for_any_workers_memory_and_sharding(tmp_path):
@@ -101,12 +104,6 @@ def test_a_tied_head_stays_tied(tmp_path):
     convert(source, tmp_path / "dcp", to="dcp", vocab_size=310)
     both = by_fqn(str(tmp_path / "dcp"))
     assert both[EMBEDDING].shape == (310, WIDTH) and torch.equal(both[EMBEDDING], both[HEAD])
-
-
-def test_new_rows_are_cast_and_quantized_layers_are_unchanged(tmp_path):
-    state = weights(dtype=torch.float32)
-    made = converted(model(tmp_path / "in", state), tmp_path / "out", vocab_size=310, dtype="bf16").tensors
-    assert torch.equal(made[EMBEDDING], padded(state[EMBEDDING], 310, mean(state[EMBEDDING])).bfloat16())
 
 
 def test_a_dry_run_shows_the_rows_and_reads_no_tensor(tmp_path):
@@ -172,10 +169,8 @@ def test_rows_of_tokens_in_use_are_not_cut_off(tmp_path, name, content):
         convert(source, tmp_path / "out", vocab_size=251)
 
 
-def test_rows_beyond_the_vocab_size_of_the_config_are_trimmed(tmp_path):
-    """Padded as by Megatron: the config has the tokenizer's number."""
-    source = model(tmp_path / "in", vocab_size=290)
-    found = converted(source, tmp_path / "out", vocab_size=290)
+def test_rows_that_megatron_added_beyond_the_vocab_size_of_the_config_are_removed(tmp_path):
+    found = converted(model(tmp_path / "in", vocab_size=290), tmp_path / "out", vocab_size=290)
     assert found.tensors[EMBEDDING].shape == (290, WIDTH)
     assert any("the last 11 rows were removed" in note for note in found.report.notes)
 
@@ -204,43 +199,30 @@ def _check_state(before: Any, after: Any, rows: int) -> None:
         elif entry.state and entry.state != "master":
             assert torch.equal(padded(old, rows, torch.zeros_like(old[0])), new)
         else:
-            fqn = "embed_tokens.weight" if entry.fqn.startswith("lm_head.weight") and _tied(before) else entry.fqn
+            tied = "optimizer.master.lm_head.weight" not in before.catalog.tensors
+            fqn = "embed_tokens.weight" if entry.fqn.startswith("lm_head.weight") and tied else entry.fqn
             master = before.catalog.tensors.get(f"optimizer.master.{fqn}")
             row = mean(old if master is None else before[master.name].to_torch()).to(old.dtype)
             assert torch.equal(padded(old, rows, row), new), name
 
 
-def _tied(checkpoint: Any) -> bool:
-    return "optimizer.master.lm_head.weight" not in checkpoint.catalog.tensors
-
-
-def other_programs(path: Path, key: str, state: torch.Tensor) -> str:
-    """Return a DCP whose weights are below a module named "model" that the optimizer's names lack."""
+@pytest.mark.parametrize(
+    "key", [f"optimizer.state.{EMBEDDING}.{name}" for name in ("exp_avg", "row_var")] + ["extra.counts"]
+)
+def test_states_of_other_programs_follow_their_parameter_or_are_refused(tmp_path, key):
+    """Their weights are below a module named "model" that the optimizer's names lack."""
+    state = torch.ones(ROWS, WIDTH if key.endswith("exp_avg") else 1)
     flat = {f"model.{name}": tensor for name, tensor in weights().items()}
-    dcp.save({**flat, key: state}, checkpoint_id=path, no_dist=True)
-    return str(path)
-
-
-@pytest.mark.parametrize("key", [f"optimizer.state.{EMBEDDING}.row_var", "extra.counts"])
-def test_an_optimizer_state_of_unknown_rows_is_refused(tmp_path, key):
-    source = other_programs(tmp_path / "in", key, torch.ones(ROWS, 1))
+    dcp.save({**flat, key: state}, checkpoint_id=tmp_path / "in", no_dist=True)
     options = {"world_size": 2, "vocab_size": 320}
-    refused(CheckpointMismatchError, key.rpartition(".")[2], ckptkit.reshard, source, tmp_path / "out", **options)
-
-
-def test_states_of_other_programs_follow_their_parameter(tmp_path):
-    key, state = f"optimizer.state.{EMBEDDING}.exp_avg", torch.ones(ROWS, WIDTH)
-    source = other_programs(tmp_path / "in", key, state)
-    ckptkit.reshard(source, str(tmp_path / "out"), world_size=2, vocab_size=320)
+    if not key.endswith("exp_avg"):  # of unknown rows
+        said = key.rpartition(".")[2]
+        refused(CheckpointMismatchError, said, ckptkit.reshard, tmp_path / "in", tmp_path / "out", **options)
+        return
+    ckptkit.reshard(str(tmp_path / "in"), str(tmp_path / "out"), **options)
     made = open_checkpoint(str(tmp_path / "out"))
     assert torch.equal(made[key].to_torch(), padded(state, 320, torch.zeros(WIDTH)))
     assert made[f"model.{EMBEDDING}"].shape == (320, WIDTH)
-
-
-def test_the_command_line_accepts_vocab_size(tmp_path):
-    options = ("--vocab-size", "310", "--new-rows", "zeros", "--verify")
-    assert "the 9 new rows are zeros" in ran("convert", model(tmp_path / "in"), tmp_path / "out", *options)
-    assert not read_model(tmp_path / "out")[EMBEDDING][ROWS:].any()
 
 
 FEW, NARROW = 37, 6
@@ -255,16 +237,10 @@ class Small(nn.Module):
         if tied:
             self.lm_head.weight = self.embed_tokens.weight
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.lm_head(self.norm(self.embed_tokens(tokens)))
-
 
 def trained(rows: int, *, tied: bool, masters: bool) -> TrainState:
     torch.manual_seed(0)
     model = Small(rows, tied=tied)
-    model = model.bfloat16() if masters else model
-    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.05)
-    optimizer = MasterWeightOptimizer(optimizer) if masters else optimizer
-    model(torch.arange(12)).float().square().mean().backward()
-    optimizer.step()
-    return TrainState(model=model, optimizer=optimizer, rng=False)
+    if not masters:
+        return states.trained(model, lr=0.05)
+    return states.trained(model.bfloat16(), lambda params: MasterWeightOptimizer(torch.optim.AdamW(params, lr=0.05)))

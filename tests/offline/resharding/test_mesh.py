@@ -1,6 +1,5 @@
 """Which rank holds what: the rule of FSDP2 and DTensor, compared with torch."""
 
-import itertools
 import math
 
 import numpy as np
@@ -93,18 +92,15 @@ def test_boxes_and_placements_equal_those_of_fsdp2(shape, style):
 def test_ranks_not_named_in_a_mesh_become_shards(text, sizes):
     mesh = TargetMesh.parse(text, world_size=8)
     assert (mesh.replicate, mesh.shard, mesh.tp) == sizes
+    named = TargetMesh.parse("replicate=1,fsdp=4", world_size=4)  # a named dimension of size one exists
+    assert named.describe() == {"shape": [1, 4], "names": ["replicate", "fsdp"], "ranks": [0, 1, 2, 3]}
+    assert named.placement(Cut(0)) == (("replicate", "shard"), ("R", "S(0)"))
 
 
 @pytest.mark.parametrize("text", ["shard=3", "pp=2", "tp=0", "tp=x", "tp=2,tp=2", "tp=3", "tp=-1", "shard"])
 def test_a_mesh_that_does_not_fit_is_refused(text):
     with pytest.raises(UsageError):
         TargetMesh.parse(text, world_size=8)
-
-
-def test_a_named_dimension_of_size_one_exists():
-    mesh = TargetMesh.parse("replicate=1,fsdp=4", world_size=4)
-    assert mesh.describe() == {"shape": [1, 4], "names": ["replicate", "fsdp"], "ranks": [0, 1, 2, 3]}
-    assert mesh.placement(Cut(0)) == (("replicate", "shard"), ("R", "S(0)"))
 
 
 @pytest.mark.parametrize(("names", "texts", "cut"), [
@@ -126,17 +122,9 @@ def test_the_tp_plan_of_a_model_family_splits_outputs_and_inputs():
 
 
 def test_an_invalid_tp_plan_is_refused(tmp_path):
-    bad = tmp_path / "plan.json"
     for text in ("[]", "{}", '{"a": "0"}', '{"a": -1}', "{"):
-        bad.write_text(text)
+        (tmp_path / "plan.json").write_text(text)
         with pytest.raises(UsageError):
-            TPPlan.of(str(bad))
+            TPPlan.of(str(tmp_path / "plan.json"))
     with pytest.raises(UsageError, match="dimension 1"):
         TPPlan.of({"*": 1}).dim("bias", (4,))
-
-
-def test_replicas_are_the_outermost_dimension_of_the_rank_order():
-    mesh = TargetMesh(2, 2, 2)
-    for turn, (a, b) in enumerate(itertools.product(range(2), range(2))):
-        boxes = mesh.boxes((4, 4), Cut(None, 1), turn=turn)
-        assert boxes.ranks.tolist() == [(a * 2 + b) * 2, (a * 2 + b) * 2 + 1]
