@@ -25,7 +25,7 @@ from ckptkit.errors import (
     UnsafePickleError,
     UnsupportedFormatError,
 )
-from ckptkit.formats.dcp.roles import Path, optimizer_role, setting_place, state_place
+from ckptkit.formats.dcp.roles import Path, is_flattened, optimizer_role, setting_place, state_place
 from ckptkit.formats.dcp.subclasses import SUBCLASSES
 from ckptkit.formats.nested import dicts_with, insert, with_lists
 from ckptkit.formats.pickles.objects import TensorValue, read_object
@@ -380,8 +380,9 @@ def _owner(entry: TensorEntry | ObjectEntry) -> str:
     # In ("state", "master", ...), "master" is the name of a parameter.
     ends += [i for i, part in enumerate(entry.key[:-1]) if part == "master" and entry.key[max(i - 1, 0)] != "state"]
     ends += [i for i, part in enumerate(entry.key[:-2]) if part == "state"]
-    if entry.key[-1:] == ("state",) and "state" not in entry.key[-3:-1]:
-        ends.append(len(entry.key) - 1)  # the empty state of an optimizer without momentum
+    is_empty = entry.key[-1:] == ("state",) and "state" not in entry.key[-3:-1]  # of an optimizer without momentum
+    if is_empty or is_flattened(entry.key):
+        ends.append(len(entry.key) - 1)
     below = ".".join(str(part) for part in entry.key[max(ends) :]) if ends else ""
     if below and entry.name.endswith(below):  # a reader may have added a prefix to the name
         return entry.name.removesuffix(below).rstrip(".")

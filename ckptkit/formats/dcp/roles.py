@@ -159,13 +159,19 @@ def optimizer_role(path: Path) -> EntryRole:
     return EntryRole(Role.OPTIMIZER)
 
 
+def is_flattened(key: Path) -> bool:
+    """Return whether the last component of the key is a path within an optimizer, such as "state.w.exp_avg"."""
+    last = key[-1] if key else ""
+    return _head(last) in _PARTS and "." in str(last) and key[-2:-1] != ("master",)
+
+
 def state_place(key: Path) -> tuple[str, Path] | None:
     """Split the key of an optimizer state into the parameter and the path below it. Returns None for any other key.
 
-    For example, ("optimizer", "state", fqn, "GG", 0) gives (fqn, ("GG", 0)).
+    For example, ("optimizer", "state", fqn, "GG", 0) gives (fqn, ("GG", 0)). A flattened key gives None.
     """
     at = max((i for i, part in enumerate(key[:-2]) if part == "state"), default=-1)
-    return (str(key[at + 1]), key[at + 2 :]) if at >= 0 else None
+    return (str(key[at + 1]), key[at + 2 :]) if at >= 0 and not is_flattened(key) else None
 
 
 def setting_place(key: Path) -> tuple[str, Path]:
