@@ -38,8 +38,7 @@ def test_a_ckptkit_step_without_a_record_is_an_error_next_to_another_systems_run
     root = copied("verl_fsdp2_w2", tmp_path)
     shutil.copytree(zoo / "dcp_fsdp2_uneven_w4" / "ckpt", root / "step_00000009")  # complete, but without its record
     state = run_of("verl_fsdp2_w2")
-    with pytest.raises(IncompleteCheckpointError, match="step_00000009"):
-        load(root, state)
+    check_misfit(root, state, "step_00000009", error=IncompleteCheckpointError)
     with CheckpointManager(root, start_fresh="if_none_committed") as manager:
         report = manager.load(state)
     assert report is not None and report.step == 4
@@ -56,8 +55,7 @@ def test_a_run_does_not_resume_from_weights_alone(zoo, tmp_path, caplog):
 def test_a_run_whose_optimizer_cannot_be_read_is_refused_with_the_reason(tmp_path):
     root = copied("verl_fsdp2_w2", tmp_path)
     (root / "global_step_4" / "actor" / "optim_world_size_2_rank_1.pt").unlink()
-    with pytest.raises(CheckpointMismatchError, match=r"none that could be read: .*optim_world_size_2_rank_1\.pt"):
-        load(root, run_of("verl_fsdp2_w2"))
+    check_misfit(root, run_of("verl_fsdp2_w2"), r"none that could be read: .*optim_world_size_2_rank_1\.pt")
 
 
 def test_an_optimizer_without_moments_is_restored(tmp_path):
@@ -180,8 +178,7 @@ def test_an_optimizer_beside_weights_is_read_only_if_it_belongs_to_them(tmp_path
 
 def test_two_optimizers_beside_a_model_are_refused(tmp_path):
     write(tmp_path, {"net.pt": "m", "optimizer.pt": "o", "optimizer.bin": "o"}, job())
-    with pytest.raises(CorruptCheckpointError, match=r"optimizer\.bin and optimizer\.pt"):
-        load(tmp_path, job())
+    check_misfit(tmp_path, job(), r"optimizer\.bin and optimizer\.pt", error=CorruptCheckpointError)
 
 
 def test_ambiguous_parameter_numbers_are_refused(tmp_path):
@@ -234,5 +231,4 @@ UNORDERED: dict[str, Callable[[Path, Path], Any]] = {
 @pytest.mark.parametrize("layout", UNORDERED)
 def test_several_checkpoints_in_unknown_order_are_refused(zoo, tmp_path, layout):
     UNORDERED[layout](tmp_path, zoo)
-    with pytest.raises(UsageError, match="Name it"):
-        load(tmp_path, job())
+    check_misfit(tmp_path, job(), "Name it", error=UsageError)

@@ -22,15 +22,8 @@ from ckptkit.errors import (
 from ckptkit.storage import Store, open_store
 from ckptkit.storage.local import LocalStore
 from tests.checkpoint.saving import fork, save
-from tests.checkpoint.states import linear
+from tests.checkpoint.states import linear, save_steps
 from tests.patches import refuse
-
-
-def run(root: str | Path, *steps: int, options: Any = None, **saving: Any) -> Path:
-    with CheckpointManager(root, storage_options=options) as manager:
-        for step in steps:
-            manager.save(step, linear(), **saving)
-    return Path(root)
 
 
 def load(root: str | Path, fallback: Any = "error", save: int | None = None, **options: Any) -> int | None:
@@ -69,7 +62,9 @@ def linked(step: Path) -> None:
     ],
 )  # fmt: skip
 def test_a_run_without_a_committed_step_is_an_error_unless_start_fresh_allows_it(tmp_path, tag, harm):
-    root = run(tmp_path / "run", 1, tag=tag)
+    root = tmp_path / "run"
+    with CheckpointManager(root) as manager:
+        manager.save(1, linear(), tag=tag)
     harm(root / (tag or "step_00000001"))
     for ask in (lambda manager: manager.load(linear()), lambda manager: manager.latest()):
         with CheckpointManager(root) as manager, pytest.raises(IncompleteCheckpointError) as raised:
@@ -83,7 +78,7 @@ def test_a_run_without_a_committed_step_is_an_error_unless_start_fresh_allows_it
     (None, 5, True), (None, 40, False), (10, 11, False),
 ], ids=["starts over", "goes on", "rolled back on purpose"])  # fmt: skip
 def test_a_job_that_saves_below_the_latest_step_without_a_load_is_warned_once(tmp_path, caplog, resumed, step, warned):
-    root = run(tmp_path, 10, 20, 30)
+    root = save_steps(tmp_path, 10, 20, 30)
     with CheckpointManager(root) as manager:
         if resumed is not None:
             manager.load(linear(), resumed)
@@ -94,7 +89,7 @@ def test_a_job_that_saves_below_the_latest_step_without_a_load_is_warned_once(tm
 
 
 def test_a_save_after_a_fresh_start_moves_a_half_copy_aside(tmp_path, caplog):
-    root = run(tmp_path, 1)
+    root = save_steps(tmp_path, 1)
     without_record(root / "step_00000001")
     before = {path.name: path.read_bytes() for path in (root / "step_00000001").iterdir()}
     assert load(root, start_fresh="if_none_committed", save=1) is None
@@ -106,7 +101,7 @@ def test_a_save_after_a_fresh_start_moves_a_half_copy_aside(tmp_path, caplog):
 
 
 def test_loading_an_older_checkpoint_names_a_half_copied_one(tmp_path, caplog):
-    root = run(tmp_path, 1, 2)
+    root = save_steps(tmp_path, 1, 2)
     without_record(root / "step_00000002")
     assert load(root) == 1
     assert any("step_00000002" in text and "no checkpoint.json" in text for text in caplog.messages)
@@ -126,7 +121,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Any]:
 
 def test_after_a_fallback_the_damaged_step_can_be_saved_again(place):
     url, options = place
-    run(url, 1, 2, options=options)
+    save_steps(url, 1, 2, storage_options=options)
     open_store(url, storage_options=options).write("step_00000002/checkpoint.json", b"{", overwrite=True)
     with pytest.raises(CorruptCheckpointError):
         load(url, storage_options=options)
@@ -135,7 +130,7 @@ def test_after_a_fallback_the_damaged_step_can_be_saved_again(place):
 
 
 def test_an_unreadable_newest_checkpoint_is_not_called_damaged(tmp_path, monkeypatch):
-    root, record = run(tmp_path, 1, 2), "step_00000002/checkpoint.json"
+    root, record = save_steps(tmp_path, 1, 2), "step_00000002/checkpoint.json"
     refuse(monkeypatch, LocalStore, "read", errno.EACCES, when=lambda store, path, *_: path == record)
     for fallback in ("error", "previous"):
         with pytest.raises(StorageError, match=r"checkpoint.json cannot be read: .*Permission denied"):
@@ -155,7 +150,7 @@ def test_leftovers_of_a_killed_first_save_are_no_error(place, caplog):
     assert any("__0_0.distcp" in item.path for item in open_store(url, storage_options=options).list(recursive=True))
     assert load(url, storage_options=options) is None
     assert "left by an uncommitted save" in caplog.text
-    run(url, 1, options=options)
+    save_steps(url, 1, storage_options=options)
     assert load(url, storage_options=options) == 1
 
 
@@ -168,8 +163,8 @@ def test_a_root_that_is_a_file_or_a_link_to_nothing_is_refused(tmp_path):
 
 
 def test_a_new_run_beside_similar_names_logs_a_suggestion(tmp_path, caplog):
-    run(tmp_path / "all" / "first_run", 1)
-    run(tmp_path / "all" / "second_run", 1)
+    save_steps(tmp_path / "all" / "first_run", 1)
+    save_steps(tmp_path / "all" / "second_run", 1)
     assert load(tmp_path / "all" / "first_rum") is None
     assert "Did you mean" in caplog.text and "first_run" in caplog.text
     caplog.clear()
@@ -180,7 +175,7 @@ def test_a_new_run_beside_similar_names_logs_a_suggestion(tmp_path, caplog):
 def test_start_fresh_never_raises_in_an_empty_run(tmp_path):
     with pytest.raises(CheckpointNotFoundError, match="never"):
         load(tmp_path / "run", start_fresh="never")
-    assert load(run(tmp_path / "run", 1), start_fresh="never") == 1
+    assert load(save_steps(tmp_path / "run", 1), start_fresh="never") == 1
     with pytest.raises(UsageError, match="start_fresh"):
         CheckpointManager(tmp_path, start_fresh="yes")  # type: ignore[arg-type]
 
@@ -197,7 +192,7 @@ def copied(options: dict[str, Any], source: str, target: str, *, but: str) -> St
 @pytest.mark.parametrize("but", ["checkpoint.json", ".ckptkit"])
 def test_a_copy_without_its_records_is_an_error_on_an_object_store(s3, but):
     source, target = f"s3://bucket/from{len(but)}", f"s3://bucket/to{len(but)}"
-    run(source, 1, options=s3)
+    save_steps(source, 1, storage_options=s3)
     store = copied(s3, source, target, but=but)
     if but == ".ckptkit":
         store.delete(["step_00000001/checkpoint.json"])
@@ -208,7 +203,7 @@ def test_a_copy_without_its_records_is_an_error_on_an_object_store(s3, but):
 
 def test_a_fresh_start_on_s3_deletes_no_half_copy(s3, caplog):
     url = "s3://bucket/halves"
-    run("s3://bucket/whole", 1, 2, options=s3)
+    save_steps("s3://bucket/whole", 1, 2, storage_options=s3)
     store = copied(s3, "s3://bucket/whole", url, but="checkpoint.json")
     before = {item.path for item in store.list(recursive=True) if "step_" in item.path}
     for _ in range(2):

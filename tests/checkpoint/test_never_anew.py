@@ -22,7 +22,7 @@ from ckptkit.errors import (
     UsageError,
 )
 from ckptkit.storage import open_store
-from tests.checkpoint.states import Kept, linear, load, optimized, refusal, save, value_of
+from tests.checkpoint.states import Kept, check_misfit, linear, load, optimized, refusal, save, value_of
 from tests.checkpoint.test_adoption import job, write
 from tests.patches import after, before, refuse
 
@@ -117,11 +117,7 @@ LOST: dict[str, Callable[[Path], Any]] = {
 @pytest.mark.parametrize("case", LOST)
 def test_what_may_be_a_checkpoint_is_refused_and_not_ignored(tmp_path, case):
     LOST[case](tmp_path / "run")
-    with (
-        CheckpointManager(tmp_path / "run") as manager,
-        pytest.raises(CkptkitError, match=r"(?s)To start (a|over)|metadata is missing"),
-    ):
-        manager.load(job())
+    check_misfit(tmp_path / "run", job(), r"(?s)To start (a|over)|metadata is missing", error=CkptkitError)
 
 
 def test_a_directory_called_latest_resumes_like_any_other(tmp_path):
@@ -160,9 +156,7 @@ def test_an_unreadable_folder_is_refused_unless_it_is_lost_and_found(as_a_user):
     with CheckpointManager(as_a_user) as manager:
         assert manager.load(linear()) is None
     (as_a_user / "checkpoints").mkdir(0)
-    refused = pytest.raises((StorageError, RankFailedError), match="checkpoints")
-    with CheckpointManager(as_a_user) as manager, refused:
-        manager.load(linear())
+    check_misfit(as_a_user, linear(), "checkpoints", error=(StorageError, RankFailedError))
 
 
 def test_a_lost_hint_is_refused_unless_the_manager_deleted_its_checkpoint(tmp_path):
@@ -173,11 +167,8 @@ def test_a_lost_hint_is_refused_unless_the_manager_deleted_its_checkpoint(tmp_pa
         manager.save(6, linear())
     shutil.rmtree(root / "step_00000006")
     for _ in range(2):
-        with (
-            CheckpointManager(root) as manager,
-            pytest.raises(IncompleteCheckpointError, match=r"latest says .*step_00000006.*start_fresh="),
-        ):
-            manager.load(linear())
+        said = r"latest says .*step_00000006.*start_fresh="
+        check_misfit(root, linear(), said, error=IncompleteCheckpointError)
         with CheckpointManager(root, start_fresh="if_none_committed") as manager:
             assert manager.load(linear()) is None
         put(root / "logs" / "train.log")  # a directory that is searched for other systems' checkpoints
@@ -255,15 +246,13 @@ UNCLEAR: dict[str, Callable[[Path], Any]] = {
 def test_a_checkpoint_that_may_be_newer_than_the_newest_step_is_refused(tmp_path, case):
     script_file(tmp_path / "run" / "step_5.pt", 5)
     UNCLEAR[case](tmp_path / "run")
-    with CheckpointManager(tmp_path / "run") as manager, pytest.raises(UsageError, match="not clear which is newer"):
-        manager.load(job())
+    check_misfit(tmp_path / "run", job(), "not clear which is newer", error=UsageError)
 
 
 def test_an_epoch_without_a_step_is_not_older_than_any_step(tmp_path):
     for name, step in (("epoch_1.pt", None), ("epoch_3.pt", None), ("start.pt", 0)):
         script_file(tmp_path / name, step)
-    with CheckpointManager(tmp_path) as manager, pytest.raises(UsageError, match="not clear which is newer"):
-        manager.load(job())
+    check_misfit(tmp_path, job(), "not clear which is newer", error=UsageError)
 
 
 def test_a_step_below_which_the_checkpoint_lies_is_compared(tmp_path):
@@ -287,8 +276,7 @@ def test_a_file_that_the_store_does_not_return_is_not_ignored(tmp_path, monkeypa
     script_file(tmp_path / "run" / ("step=5.ckpt" if name == "last.ckpt" else "b.pt"), 5)
     error = StorageError("no answer")
     refuse(monkeypatch, foreign_run, "open_source", error, when=lambda url, **_: url.endswith(name))
-    with CheckpointManager(tmp_path / "run") as manager, pytest.raises(StorageError, match="no answer"):
-        manager.load(job())
+    check_misfit(tmp_path / "run", job(), "no answer", error=StorageError)
 
 
 @pytest.mark.parametrize("files", [(), ("a.pt", "b.pt")], ids=["empty", "of several files, beside an unfinished save"])
