@@ -126,14 +126,10 @@ def spread(given: Any, rank: int, world_size: int) -> Any:
     return {"value": sum(s["value"] for s in given) * 100 + rank} if isinstance(given[0], dict) else given
 
 
-def test_each_rank_gets_its_own_state_back(ranks, tmp_path):
+def test_each_rank_gets_its_own_state_back_and_on_another_number_of_ranks_it_is_refused(ranks, tmp_path):
     drawn = ranks.run(save_own, 3, str(tmp_path), True)
     found = ranks.run(load_own, 3, str(tmp_path), {})
     assert [item[:3] for item in found] == [(10 + rank, rank, drawn[rank]) for rank in range(3)]
-
-
-def test_differing_dataloader_state_is_refused_on_another_number_of_ranks(ranks, tmp_path):
-    ranks.run(save_own, 3, str(tmp_path), True)
     for text in ranks.run(load_own, 2, str(tmp_path), {}):
         assert "dataloader has one state per rank, saved at world size 3; the world size is now 2" in text
 
@@ -268,50 +264,35 @@ def test_an_objects_own_rule_for_the_ranks_states_must_be_callable(where):
         TrainState(**given)
 
 
-def test_ranks_are_reseeded_from_the_saved_state_if_their_number_changes(ranks, tmp_path):
+def test_if_the_number_of_ranks_changes_their_random_numbers_are_reseeded_kept_or_refused(ranks, tmp_path):
     drawn = ranks.run(save_own, 3, str(tmp_path), True)
-    first, again = (ranks.run(load_own, 2, str(tmp_path), {"per_rank_on_resize": "keep"}) for _ in range(2))
+    first, again, kept, refused = (
+        ranks.run(load_own, 2, str(tmp_path), {"per_rank_on_resize": "keep", **more})
+        for more in ({}, {}, {"rng_on_resize": "keep"}, {"rng_on_resize": "error"})
+    )
     numbers = [tuple(item[2]) for item in first]
     assert numbers == [tuple(item[2]) for item in again]
     assert len({*numbers, *map(tuple, drawn)}) == 5
     assert "dataloader" in first[0][3]
     assert any("reseeded" in note for note in first[0][4])
-
-
-def test_rng_on_resize_keeps_or_refuses_random_state(ranks, tmp_path):
-    ranks.run(save_own, 3, str(tmp_path), True)
     torch.manual_seed(77)
     unchanged = torch.rand(3).tolist()
-    options = {"per_rank_on_resize": "keep"}
-    for _, _, drawn, skipped, _ in ranks.run(load_own, 2, str(tmp_path), {**options, "rng_on_resize": "keep"}):
-        assert drawn == unchanged and "rng" in skipped
-    for text in ranks.run(load_own, 2, str(tmp_path), {**options, "rng_on_resize": "error"}):
-        assert "rng: 1 incompatible" in text
-
-
-def averaged(start: int) -> TrainState:
-    model = jobs.make("1d", start=start).model
-    return TrainState(model=model, extra={"average": {k: v.detach() * 0.5 for k, v in model.state_dict().items()}})
-
-
-def save_average(url: str, kind: str) -> dict[str, Any]:
-    state = averaged(0)
-    states.save(url, state, state_dict_type=kind)
-    return {name: jobs.whole(tensor) for name, tensor in state.extra["average"].items()}
-
-
-def load_average(url: str) -> dict[str, Any]:
-    state = averaged(3)
-    states.load(url, state, rng_on_resize="keep")
-    back = state.extra["average"]
-    assert {k: type(v) for k, v in back.items()} == {k: type(v) for k, v in state.model.state_dict().items()}
-    return {name: jobs.whole(tensor) for name, tensor in back.items()}
+    assert all(item[2] == unchanged and "rng" in item[3] for item in kept)
+    assert all("rng: 1 incompatible" in text for text in refused)
 
 
 @pytest.mark.parametrize("kind", ["sharded", "full"])
-def test_an_averaged_copy_of_sharded_weights_is_restored_sharded(ranks, tmp_path, kind):
-    saved = ranks.run(save_average, 2, str(tmp_path), kind)[0]
-    assert ranks.run(load_average, 3, str(tmp_path)) == [saved] * 3
+@on_ranks(2, 3)
+def test_an_averaged_copy_of_sharded_weights_is_restored_sharded(tmp_path, kind):
+    def averaged(start: int) -> TrainState:
+        model = jobs.make("1d", start=start).model
+        return TrainState(model=model, extra={"average": {k: v.detach() * 0.5 for k, v in model.state_dict().items()}})
+
+    source, live = averaged(0), averaged(3)
+    if dist.get_world_size() == 2:
+        states.save(tmp_path, source, state_dict_type=kind)
+    states.load(tmp_path, live, rng_on_resize="keep")
+    assert different(*(states.bits(state.extra["average"]) for state in (live, source))) == []
 
 
 def narrow(seed: int) -> TrainState:
