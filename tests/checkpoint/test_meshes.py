@@ -322,27 +322,24 @@ def test_moments_that_a_rank_lacks_are_refused_by_name(tmp_path, kind):
     check_refused(tmp_path, declared(experts_of(2), **moments), f"(?s){said}", state_dict_type=kind)
 
 
-def one_each(url: str, kind: str) -> None:
-    state = declared(module_of({"experts": torch.zeros(1)}))
-    experts = state.model.experts
-    experts.grad = torch.ones(1) + dist.get_rank()
-    state.optimizer.step()
-    states.save(url, state, state_dict_type=kind)
-    state.optimizer.state.clear()
-    states.load_all(url, state)
-    assert state.optimizer.state[experts]["momentum_buffer"].tolist() == [1.0 + dist.get_rank()]
-
-
-def test_experts_of_one_element_have_global_moments(ranks, tmp_path, kind):
+@on_ranks(2, 1)
+def test_experts_of_one_element_have_global_moments(tmp_path, kind):
     """A state with the parameter's shape is a part of a global state, even if it is a single number."""
-    ranks.run(one_each, 2, str(tmp_path), kind)
-    url = tmp_path
-    if kind == "local":
-        url = tmp_path / "resharded"
-        reshard(str(tmp_path / "step_00000001"), str(url / "step_00000001"), world_size=1)
-    state = optimized(module_of({"experts": torch.zeros(2)}), momentum=0.9)
-    states.load_all(url, state)
-    assert state.optimizer.state[state.model.experts]["momentum_buffer"].tolist() == [1.0, 2.0]
+    if dist.get_world_size() == 2:
+        state = declared(module_of({"experts": torch.zeros(1)}))
+        state.model.experts.grad = torch.ones(1) + dist.get_rank()
+        state.optimizer.step()
+        states.save(tmp_path, state, state_dict_type=kind)
+        state.optimizer.state.clear()
+        expected = [1.0 + dist.get_rank()]
+    else:
+        if kind == "local":
+            source, tmp_path = tmp_path, tmp_path / "resharded"
+            reshard(f"{source}/step_00000001", f"{tmp_path}/step_00000001", world_size=1)
+        state = optimized(module_of({"experts": torch.zeros(2)}), momentum=0.9)
+        expected = [1.0, 2.0]
+    states.load_all(tmp_path, state)
+    assert state.optimizer.state[state.model.experts]["momentum_buffer"].tolist() == expected
 
 
 def with_quantized(config: str, value: float, *, glob: str = "", rows: int = 4) -> TrainState:
@@ -398,39 +395,30 @@ def test_strided_shards_are_saved_exactly(tmp_path, kind):
         assert target["model"]["fused"].tolist() == list(range(8))
 
 
-def scalar(whole: bool, steps: int) -> TrainState:
-    """Return a parameter without dimensions, and its optimizer after some steps. Unless `whole`, it is replicated."""
-    value = torch.tensor(2.0)
-    if not whole:
-        value = distribute_tensor(value, init_device_mesh("cpu", (2,)), [Replicate()])
-    model = nn.ParameterDict({"scale": nn.Parameter(value)})
-    return stepped(optimized(model, torch.optim.AdamW, foreach=False), steps)
+@on_ranks(1, 2)
+def test_a_replicated_scalar_parameter_has_replicated_moments(tmp_path, kind):
+    size = dist.get_world_size()
 
+    def stepped(steps: int) -> TrainState:
+        value = torch.tensor(2.0)
+        if size == 2:
+            value = distribute_tensor(value, init_device_mesh("cpu", (2,)), [Replicate()])
+        model = nn.ParameterDict({"scale": nn.Parameter(value)})
+        return step(optimized(model, torch.optim.AdamW, foreach=False), steps)
 
-def stepped(state: TrainState, steps: int) -> TrainState:
-    for _ in range(steps):
-        state.model["scale"].grad = torch.full_like(state.model["scale"], 0.3)
-        state.optimizer.step()
-    return state
+    def step(state: TrainState, steps: int) -> TrainState:
+        for _ in range(steps):
+            state.model["scale"].grad = torch.full_like(state.model["scale"], 0.3)
+            state.optimizer.step()
+        return state
 
-
-def save_scalar(url: str, kind: str) -> None:
-    states.save(url, scalar(dist.get_world_size() == 1, 2), state_dict_type=kind)
-
-
-def train_on(url: str) -> None:
-    state = scalar(False, 0)
-    states.load_all(url, state)
-    moments = [state.optimizer.state[state.model["scale"]][name] for name in ("exp_avg", "exp_avg_sq", "step")]
-    assert [type(value) for value in moments] == [DTensor, DTensor, torch.Tensor]
-    assert states.bits(stepped(state, 1).optimizer) == states.bits(scalar(False, 3).optimizer)
-
-
-def test_a_replicated_scalar_parameter_has_replicated_moments(ranks, tmp_path, kind):
-    for world_size in (1, 2) if kind != "local" else (2,):
-        url = str(tmp_path / str(world_size))
-        ranks.run(save_scalar, world_size, url, kind)
-        ranks.run(train_on, 2, url)
+    states.save(tmp_path / str(size), stepped(2), state_dict_type=kind)
+    for saved_on in (1, 2) if kind != "local" else (size,):
+        if saved_on <= size:
+            states.load_all(tmp_path / str(saved_on), live := stepped(0))
+            moments = live.optimizer.state[live.model["scale"]]
+            assert [isinstance(moments[name], DTensor) for name in (*MOMENTS, "step")] == [size == 2, size == 2, False]
+            assert states.bits(step(live, 1).optimizer) == states.bits(stepped(3).optimizer)
 
 
 def with_local_states(name: str, weight: DTensor, saved: bool) -> TrainState:
@@ -485,39 +473,30 @@ def test_states_of_a_ranks_own_shard_do_not_load_if_stages_are_on_other_ranks(tm
     check_misfit(tmp_path, stage(True, False), r"(?s)factor.*here, on 4 ranks: S\(0\) on \[2\], in another order")
 
 
-def tied(rank: int | None) -> tuple[TrainState, nn.Parameter]:
-    """Return a weight with two names, and a state with its masters. A rank has one of the names; None: both."""
-    names = ("embed.weight", "head.weight") if rank is None else (("embed.weight", "head.weight")[rank],)
-    model: Any = module_of({name: torch.randn(8, 4) for name in names}, dtype=torch.bfloat16)
-    if rank is None:
-        model.head.weight = model.embed.weight
-    optimizer = MasterWeightOptimizer(torch.optim.AdamW(model.parameters(), lr=0.01))
-    return TrainState(model=model, optimizer=optimizer, rng=False), next(model.parameters())
-
-
-def tied_values(state: TrainState, weight: nn.Parameter) -> Any:
-    return states.bits(weight), states.bits(dict(state.optimizer.state[weight])), state.optimizer.param_groups[0]["lr"]
-
-
-def save_tied(url: str, kind: str) -> Any:
-    state, weight = tied(None)
-    weight.grad = torch.ones_like(weight)
-    state.optimizer.param_groups[0]["lr"] = 0.3
-    state.optimizer.step()
-    states.save(url, state, state_dict_type=kind)
-    return tied_values(state, weight)
-
-
-def load_untied(url: str) -> Any:
-    state, weight = tied(dist.get_rank())
-    states.load_all(url, state)
-    return tied_values(state, weight)
-
-
 @pytest.mark.parametrize("kind", ["sharded", "full"])
-def test_the_names_of_a_tied_weight_load_into_stages_on_different_ranks(ranks, tmp_path, kind):
-    (saved,) = ranks.run(save_tied, 1, str(tmp_path), kind)
-    assert ranks.run(load_untied, 2, str(tmp_path)) == [saved, saved]
+@on_ranks(1, 2)
+def test_the_names_of_a_tied_weight_load_into_stages_on_different_ranks(tmp_path, kind):
+    names = ["embed.weight", "head.weight"]
+
+    def tied(value: float, names: list[str]) -> TrainState:
+        """Return a weight with these names, and a state with its masters."""
+        model: Any = module_of({name: torch.full((8, 4), value) for name in names}, dtype=torch.bfloat16)
+        if len(names) == 2:
+            model.head.weight = model.embed.weight
+        optimizer = MasterWeightOptimizer(torch.optim.AdamW(model.parameters(), lr=value))
+        return TrainState(model=model, optimizer=optimizer, rng=False)
+
+    source = tied(0.3, names)
+    theirs = source.model.embed.weight
+    theirs.grad = torch.ones_like(theirs)
+    source.optimizer.step()
+    if dist.get_world_size() == 1:
+        states.save(tmp_path, source, state_dict_type=kind)
+        return
+    live = tied(0.7, [names[dist.get_rank()]])
+    states.load_all(tmp_path, live)
+    states.check_resumed(live, TrainState(model=nn.ParameterList([theirs]), optimizer=source.optimizer))
+    assert live.optimizer.param_groups[0]["lr"] == 0.3
 
 
 @on_ranks(2)
