@@ -44,21 +44,21 @@ def group_changes(
 
     Parameters are matched by name, so groups may have been reordered, split or merged since the save. If the parameters
     of one live group come from saved groups with different settings, this is a conflict. A live group without
-    parameters gets the settings of a saved group that has no parameters on this rank. If possible, this is the saved
-    group at the same position.
+    parameters gets the settings of a saved group that has no parameters on this rank (they may be on other pipeline
+    stages), and that no other live group gets. If possible, this is the saved group at the same position.
     """
     live_names = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
     saved_of = {fqn: i for i, group in enumerate(saved) for fqn in group["params"]}
     settings = [{k: decode(v, tensor) for k, v in g.items() if k not in GROUP_NAMES} for g in saved]
     live = {fqn for fqns in live_names for fqn in fqns}
-    empty = [i for i, group in enumerate(saved) if not group["params"]]
+    here = {i for i, fqns in enumerate(live_names[: len(saved)]) if not fqns and live.isdisjoint(saved[i]["params"])}
+    empty = [i for i, group in enumerate(saved) if not group["params"] and i not in here]
     changes = GroupChanges([], saved=len(saved))
     parts: dict[int, list[int]] = {}  # by saved group: the live groups that have its parameters
     for index, fqns in enumerate(live_names):
         sources = dict.fromkeys(saved_of[fqn] for fqn in fqns if fqn in saved_of)
         if not fqns:
-            elsewhere = index < len(saved) and live.isdisjoint(saved[index]["params"])  # on other pipeline stages
-            sources = dict.fromkeys([index] if elsewhere else empty[:1])
+            sources = dict.fromkeys([index] if index in here else empty[:1])
             empty = [i for i in empty if i not in sources]
             changes.missing += [] if sources else [f"group {index} without parameters"]
         for source in sources:
