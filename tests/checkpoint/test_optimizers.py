@@ -163,12 +163,8 @@ class Owning(Written):
             dist.broadcast(p, owner)
 
 
-def muon(parameters: list[nn.Parameter]) -> Optimizer:
-    return torch.optim.Muon([p for p in parameters if p.dim() == 2], lr=LR)
-
-
-def of_library(module: str, name: str, **settings: Any) -> Callable[[list[nn.Parameter]], Optimizer]:
-    def made(parameters: list[nn.Parameter]) -> Optimizer:
+def of_library(module: str, name: str, **settings: Any) -> Callable[[Any], Optimizer]:
+    def made(parameters: Any) -> Optimizer:
         made: Optimizer = getattr(importlib.import_module(module), name)(parameters, **{"lr": LR, **settings})
         if "schedule" in module:
             made.train()  # type: ignore[attr-defined]
@@ -178,24 +174,10 @@ def of_library(module: str, name: str, **settings: Any) -> Callable[[list[nn.Par
 
 
 def galore(parameters: list[nn.Parameter]) -> Optimizer:
-    from galore_torch import GaLoreAdamW
-
     low = {"rank": 2, "update_proj_gap": 2, "scale": 0.25, "proj_type": "std"}
     groups = [{"params": [p for p in parameters if p.dim() == 2], **low},
               {"params": [p for p in parameters if p.dim() != 2]}]  # fmt: skip
-    made: Optimizer = GaLoreAdamW(groups, lr=LR)
-    return made
-
-
-def trac(parameters: list[nn.Parameter]) -> Optimizer:
-    from pytorch_optimizer import TRAC
-
-    made: Optimizer = TRAC(torch.optim.AdamW(parameters, lr=LR))
-    return made
-
-
-def masters(parameters: list[nn.Parameter]) -> Optimizer:
-    return MasterWeightOptimizer(torch.optim.AdamW(parameters, lr=LR))
+    return of_library("galore_torch", "GaLoreAdamW")(groups)
 
 
 def of_flashoptim(name: str, bits: int | None, **settings: Any) -> Callable[[list[nn.Parameter]], Optimizer]:
@@ -296,13 +278,13 @@ MAKERS: dict[str, Callable[[list[nn.Parameter]], Any]] = {
     "AdamW": of_library("torch.optim", "AdamW", amsgrad=True),
     "SGD": of_library("torch.optim", "SGD", momentum=0.9),
     "RMSprop": of_library("torch.optim", "RMSprop", momentum=0.9, centered=True),
-    "Muon": muon,
+    "Muon": lambda parameters: torch.optim.Muon([p for p in parameters if p.dim() == 2], lr=LR),
     "Adafactor of transformers": of_library(
         "transformers.optimization", "Adafactor", scale_parameter=False, relative_step=False, beta1=0.9
     ),
     "AdamW8bit of bitsandbytes": of_library("bitsandbytes.optim", "AdamW8bit", min_8bit_size=16),
     "LAMB8bit of bitsandbytes": of_library("bitsandbytes.optim", "LAMB8bit", min_8bit_size=16),
-    "masters of AdamW": masters,
+    "masters of AdamW": lambda parameters: MasterWeightOptimizer(torch.optim.AdamW(parameters, lr=LR)),
     "local moments": LocalMoments,
     "factored moments": Factored,
     "Shampoo": WholeShampoo,
@@ -329,7 +311,7 @@ MAKERS: dict[str, Callable[[list[nn.Parameter]], Any]] = {
     "FlashSGD of flashoptim, no momentum": of_flashoptim("FlashSGD", 32),
     "GaLore of pytorch_optimizer": of_library("pytorch_optimizer", "GaLore"),
     "Adafactor of pytorch_optimizer": of_library("pytorch_optimizer", "AdaFactor"),
-    "TRAC": trac,
+    "TRAC": lambda parameters: importlib.import_module("pytorch_optimizer").TRAC(torch.optim.AdamW(parameters, lr=LR)),
     "Ranger21": of_library("pytorch_optimizer", "Ranger21", num_iterations=100),
 }
 
@@ -503,23 +485,16 @@ def test_state_that_no_load_could_restore_is_refused_by_all(ranks, tmp_path, nam
         assert NOT_SAVED[name] in text
 
 
-def save_whole(url: str) -> dict[str, Any]:
-    state = made("local moments", 0, False, range(3))
-    save(url, state)
-    return everything(state)
-
-
-def load_shards(url: str) -> dict[str, Any]:
-    state = made("local moments", 1, True, range(50, 51))
-    load_all(url, state)
-    found = everything(state, join=True)
-    train(state, range(3, 5))  # fails if a moment became a DTensor
-    return found
-
-
-def test_moments_of_whole_parameters_load_as_the_shards_that_the_optimizer_has(ranks, tmp_path):
-    (saved,) = ranks.run(save_whole, 1, str(tmp_path))
-    assert ranks.run(load_shards, 2, str(tmp_path)) == [saved] * 2
+@on_ranks(1, 2)
+def test_moments_of_whole_parameters_load_as_the_shards_that_the_optimizer_has(tmp_path):
+    if dist.get_world_size() == 1:
+        save(tmp_path, made("local moments", 0, False, range(3)))
+        return
+    plain, sharded = (made("local moments", 1, sharded, range(50, 51)) for sharded in (False, True))
+    for state in (plain, sharded):
+        load_all(tmp_path, state)
+    assert different(everything(sharded, join=True), everything(plain)) == []
+    train(sharded, range(3, 5))  # fails if a moment became a DTensor
 
 
 @needs_flashoptim
@@ -546,47 +521,48 @@ def exact_weights(name: str, url: str) -> dict[str, torch.Tensor]:
     return found
 
 
+def same_weights(found: dict[str, torch.Tensor], exact: dict[str, torch.Tensor], dtype: torch.dtype) -> bool:
+    """Return whether the found weights are the exact ones, rounded once; "unused" may have another dtype."""
+    pairs = {key: (found[key].to(dtype), value.to(dtype)) for key, value in exact.items()}
+    dtypes = {value.dtype for key, value in found.items() if key != "unused"}
+    return found.keys() == exact.keys() and dtypes == {dtype} and all(torch.equal(*pair) for pair in pairs.values())
+
+
+of_both_forms = pytest.mark.parametrize("name", ["FlashAdamW of flashoptim", "FlashAdamW of flashoptim, split runs"])
+
+
 @needs_flashoptim
-@pytest.mark.parametrize("name", ["FlashAdamW of flashoptim", "FlashAdamW of flashoptim, split runs"])
+@of_both_forms
 def test_an_export_has_the_exact_weights_of_flashoptim(ranks, tmp_path, name):
     exact = ranks.run(exact_weights, 2, name, str(tmp_path / "run"))[0]
-    cases: list[tuple[dict[str, Any], torch.dtype]] = [
-        ({"weights": "master"}, torch.float32), ({"dtype": "fp32"}, torch.float32), ({"dtype": "fp16"}, torch.float16)
-    ]  # fmt: skip
-    for index, (options, dtype) in enumerate(cases):
+    float32 = torch.float32
+    for index, (options, dtype, same) in enumerate((
+        ({"weights": "master"}, float32, True), ({"dtype": "fp32"}, float32, True),
+        ({"dtype": "fp16"}, torch.float16, True), ({"weights": "model", "dtype": "fp32"}, float32, False),
+    )):  # fmt: skip
         convert(f"{tmp_path}/run/step_00000001", str(tmp_path / f"{index}"), **options)
-        found = load_file(tmp_path / f"{index}/model.safetensors")
-        assert found.keys() == exact.keys()
-        assert all(torch.equal(found[key].to(dtype), value.to(dtype)) for key, value in exact.items())
-        assert {str(found[key].dtype) for key in found if key != "unused"} == {str(dtype)}
-    convert(f"{tmp_path}/run/step_00000001", str(tmp_path / "model"), weights="model", dtype="fp32")
-    rounded = load_file(tmp_path / "model/model.safetensors")
-    assert not torch.equal(rounded["up.weight"], exact["up.weight"])
+        assert same_weights(load_file(tmp_path / f"{index}/model.safetensors"), exact, dtype) is same, options
 
 
-def load_as(
-    name: str, url: str, dtype: torch.dtype, optimizer_option: Any
-) -> tuple[dict[str, torch.Tensor], list[str]]:
+def load_as(name: str, url: str, dtype: torch.dtype, option: Any) -> tuple[dict[str, torch.Tensor], list[str]]:
     """Load as another dtype; return the weights, gathered, and the report's notes."""
     model = made(name, 1, True).model.to(dtype)
     bits = None if dtype is torch.float32 else 24  # fp32 weights have no lower bits
     optimizer = of_flashoptim("FlashAdamW", bits, quantize=True)(list(model.parameters()))
-    report = load(
-        url, TrainState(model=model, optimizer=optimizer, rng=False), convert_dtype=True, optimizer=optimizer_option
-    )
-    assert not any("error_bits" in state for state in optimizer.state.values())  # the weights have them
+    state = TrainState(model=model, optimizer=optimizer, rng=False)
+    report = load(url, state, convert_dtype=True, optimizer=option)
+    assert not any("error_bits" in kept for kept in state.optimizer.state.values())  # the weights have them
     return {key: value.full_tensor() for key, value in model.state_dict().items()}, report.notes
 
 
 @needs_flashoptim
-@pytest.mark.parametrize("name", ["FlashAdamW of flashoptim", "FlashAdamW of flashoptim, split runs"])
+@of_both_forms
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_a_load_into_another_dtype_has_exact_weights(ranks, tmp_path, name, dtype):
     exact = ranks.run(exact_weights, 2, name, str(tmp_path / "run"))[0]
     for size, optimizer in ((2, "restore"), (3, "skip")):
         found, notes = ranks.run(load_as, size, name, str(tmp_path / "run"), dtype, optimizer)[0]
-        assert found.keys() == exact.keys()
-        assert all(torch.equal(found[key], value.to(dtype)) for key, value in exact.items())
+        assert same_weights(found, exact, dtype)
         assert any("restored exactly, with the lower bits that flashoptim keeps" in note for note in notes)
         assert [note.partition(":")[0] for note in notes if "cast from" in note] == ["model.unused"]
 
