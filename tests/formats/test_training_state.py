@@ -73,7 +73,7 @@ def test_what_differs_between_the_ranks_beside_their_random_states_is_kept(tmp_p
 
 
 def test_random_states_of_torch_in_an_unknown_form_are_named(tmp_path):
-    unknown = {"a_rng": 1234, "b_rng": [torch.get_rng_state()], "c_rng": torch.zeros(4)}
+    unknown = {"rng_state_0": 1234, "rng_state_1": [torch.get_rng_state()], "rng_state_2": torch.zeros(4)}
     found = parts_of({k: {"python": random.getstate(), "torch": cpu} for k, cpu in unknown.items()}, tmp_path)
     assert found.random == {} and found.unknown_random == list(unknown)
 
