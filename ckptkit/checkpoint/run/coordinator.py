@@ -103,6 +103,8 @@ class Coordinator:
         self.is_main = True
         """Whether this is rank 0, which decides and publishes."""
         self.group: Any = None  # the gloo group; None with a single rank
+        self.members: frozenset[int] | None = None
+        """The ranks of `group`, by their numbers in the default group. None without `group`."""
         self._parent = group
         self._ranks: list[int] = [0]  # each rank's number in the default group
         self._step = 0
@@ -119,6 +121,7 @@ class Coordinator:
         self._ranks = dist.get_process_group_ranks(self._parent or dist.group.WORLD)
         self.rank, self.world_size = dist.get_rank(self._parent), len(self._ranks)
         self.is_main = self.rank == 0
+        self.members = None if self._parent is None else frozenset(self._ranks)
         if self.rank < 0:
             raise UsageError("this rank is not in the given group; only ranks of the group may save.")
         if self.world_size > 1:

@@ -258,7 +258,7 @@ def _pieces(
     if numel != needed:
         raise SaveError(
             f"tensor {key!r}: the ranks hold {numel} of {needed} elements. Do all ranks hold the same model, and "
-            "optimizer states of the same parameters?"
+            "optimizer states of the same parameters? Do all ranks of the tensor's mesh save (process_group=)?"
         )
     return tuple(found.values())
 

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ckptkit.checkpoint.save.stream import open_stream, phases_of
 from ckptkit.checkpoint.state.capture import Captured
-from ckptkit.checkpoint.state.local_part import PartView, check_safetensors, part_view, this_rank
+from ckptkit.checkpoint.state.local_part import PartView, check_safetensors, holders_of, part_view, this_rank
 from ckptkit.digests import crc32, signature_of
 from ckptkit.formats.dcp.index import PlainSlice, PlannedKey, RankPart, mesh_index, plain_part
 from ckptkit.formats.hf.header import TensorToWrite
@@ -41,8 +41,8 @@ class LocalTensors:
     indexes: ClassVar[Mapping[str, bytes]] = {}
 
     @classmethod
-    def of(cls, captured: Captured, rank: int, world_size: int) -> LocalTensors:
-        """Return the plan for a captured state. Does not communicate."""
+    def of(cls, captured: Captured, rank: int, world_size: int, saving: Collection[int] | None = None) -> LocalTensors:
+        """Return the plan for a captured state. Does not communicate. `saving`: as for `plan_sharded`."""
         views = tuple(part_view(key, tensor) for key, tensor in captured.tensors(aliases=False))
         check_safetensors(views)
         common = sorted(f"{v.key} {v.dtype} {v.shape}" for v in views if v.layout is None and v.key not in captured.own)
@@ -54,7 +54,9 @@ class LocalTensors:
             if layout is None:
                 ours = turn % world_size == rank
             else:
-                ours = layout.replica(this_rank()) == turn % layout.replicas
+                holders: Sequence[int] = holders_of(layout, this_rank())
+                holders = holders if saving is None else [other for other in holders if other in saving]
+                ours = bool(holders) and holders[turn % len(holders)] == this_rank()
             if ours or view.key in captured.own:
                 mine.append(view)
         return cls(rank, world_size, views, tuple(mine), signature)

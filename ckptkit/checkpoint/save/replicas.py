@@ -19,14 +19,13 @@ import numpy as np
 
 from ckptkit.catalog.entry import Catalog
 from ckptkit.checkpoint.state.capture import Captured
-from ckptkit.checkpoint.state.local_part import ShardLayout, layout_of, parts_here, this_rank
+from ckptkit.checkpoint.state.local_part import ShardLayout, holders_of, layout_of, parts_here, this_rank
 from ckptkit.checkpoint.state.optimizer.capture import CapturedOptimizer
 from ckptkit.checkpoint.state.optimizer.layout import layouts, places
 from ckptkit.checkpoint.state.values import references
 from ckptkit.digests import digest_of, hash_of, signature_of
 from ckptkit.errors import CorruptCheckpointError, SaveError
 from ckptkit.formats.dcp.host_bytes import local_part, row_major
-from ckptkit.formats.trainers.shards import mesh_coordinate
 from ckptkit.units import counted, first_few
 
 if TYPE_CHECKING:
@@ -250,17 +249,8 @@ def _class_by_mesh(layout: ShardLayout, rank: int) -> int:
 
     Returns 0 if no other rank has a copy of this rank's part.
     """
-    coordinate = mesh_coordinate(rank, layout.mesh_shape, layout.mesh_ranks)
-    if coordinate is None or layout.replicas == 1:
-        return 0
-    ranks = np.array(layout.mesh_ranks).reshape(layout.mesh_shape)
-    same = ranks[
-        tuple(
-            slice(None) if placement.kind == "replicate" else position
-            for position, placement in zip(coordinate, layout.placements, strict=True)
-        )
-    ]
-    return _class_of_ranks(tuple(sorted(same.flatten().tolist()))) + 1  # odd
+    same = holders_of(layout, rank)
+    return _class_of_ranks(tuple(sorted(same))) + 1 if len(same) > 1 else 0  # odd
 
 
 @lru_cache(maxsize=1 << 16)

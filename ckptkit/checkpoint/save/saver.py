@@ -354,7 +354,7 @@ class Saver:
 
         from ckptkit.formats.dcp.plan import ShardedPlan, plan_sharded
 
-        rank, world_size = self.coordinator.rank, self.coordinator.world_size
+        rank, world_size, saving = self.coordinator.rank, self.coordinator.world_size, self.coordinator.members
         kind, previous = request.state_dict_type, self.plans.get(request.state_dict_type)
         try:
             if self.keepers is not None:
@@ -368,9 +368,11 @@ class Saver:
             if kind is StateDictType.SHARDED:
                 nested, private = dcp_state_dict(captured)
                 last = previous if isinstance(previous, ShardedPlan) else None
-                plan = plan_sharded(nested, rank=rank, world_size=world_size, previous=last, private=private)
+                plan = plan_sharded(
+                    nested, rank=rank, world_size=world_size, previous=last, private=private, saving=saving
+                )
             elif kind is StateDictType.LOCAL:
-                plan = LocalTensors.of(captured, rank, world_size)
+                plan = LocalTensors.of(captured, rank, world_size, saving)
             else:
                 plan = FullTensors.of(
                     captured, rank, world_size, previous, group=self.transfers, max_shard_bytes=self.max_shard_bytes

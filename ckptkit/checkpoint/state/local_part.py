@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
-import math
 import operator
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from ckptkit.catalog.box import Box
 from ckptkit.catalog.dtypes import DTYPES
@@ -41,29 +42,6 @@ class ShardLayout:
         """Return the placements in the form that the manifest stores: "S(0)", "R", "SS(0,2)"."""
         words = {"shard": "S({0})", "strided_shard": "SS({0},{1})", "replicate": "R"}
         return tuple(words[p.kind].format(p.dim, p.split_factor) for p in self.placements)
-
-    @property
-    def replicas(self) -> int:
-        """The number of ranks on which each element of the tensor is present."""
-        pairs = zip(self.mesh_shape, self.placements, strict=True)
-        return math.prod(size for size, placement in pairs if placement.kind == "replicate")
-
-    def replica(self, rank: int) -> int:
-        """Return the replica index of `rank`, from 0 to `replicas` - 1.
-
-        Returns -1 if the mesh does not contain the rank.
-
-        Args:
-            rank: The rank in the numbering of `mesh_ranks`; see `this_rank`.
-        """
-        coordinate = mesh_coordinate(rank, self.mesh_shape, self.mesh_ranks)
-        if coordinate is None:
-            return -1
-        index = 0
-        for position, size, placement in zip(coordinate, self.mesh_shape, self.placements, strict=True):
-            if placement.kind == "replicate":
-                index = index * size + position
-        return index
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +126,22 @@ def check_safetensors(views: Iterable[PartView]) -> None:
 
 def layout_of(tensor: DTensor) -> ShardLayout:
     return _layout(tensor.device_mesh, tuple(tensor.placements))
+
+
+@functools.lru_cache(maxsize=1 << 10)
+def holders_of(layout: ShardLayout, rank: int) -> tuple[int, ...]:
+    """Return the ranks that hold the same part of a tensor as `rank`. () if the mesh does not contain `rank`."""
+    coordinate = mesh_coordinate(rank, layout.mesh_shape, layout.mesh_ranks)
+    if coordinate is None:
+        return ()
+    ranks = np.array(layout.mesh_ranks).reshape(layout.mesh_shape)
+    same = ranks[
+        tuple(
+            slice(None) if placement.kind == "replicate" else position
+            for position, placement in zip(coordinate, layout.placements, strict=True)
+        )
+    ]
+    return tuple(same.flatten().tolist())
 
 
 @functools.lru_cache(maxsize=256)

@@ -238,7 +238,7 @@ class SaveIndex:
                 raise SaveError(
                     f"{error} The slices were written by ranks {self._ranks[rows][kept].tolist()}, with the placements "
                     f"{key.placement and list(key.placement[1])}. Do all ranks hold the same model, and optimizer "
-                    "states of the same parameters?"
+                    "states of the same parameters? Do all ranks of the tensor's mesh save (process_group=)?"
                 ) from error
         if keep.all():
             return

@@ -94,6 +94,7 @@ class ShardedPlan:
         digest: 16-byte hash of the table and of the objects' names.
         flat, paths: The state's values, and their paths in the nested state, by name.
         holders: For each replicated key that only some ranks hold, the ranks that hold the key.
+        saving: As for `plan_sharded`.
         settled: Digests of all ranks when `holders` was computed. `holders` stays valid until a digest changes.
         sends_table: True if this rank must send `table` to rank 0. False if a lower rank has the same table.
     """
@@ -114,6 +115,7 @@ class ShardedPlan:
     paths: Mapping[str, Path] = field(repr=False)
     private: frozenset[str] = field(repr=False)
     holders: Mapping[str, tuple[int, ...]] = field(repr=False)
+    saving: Collection[int] | None = field(default=None, repr=False)
     settled: tuple[bytes, ...] = field(default=(), repr=False)
     sends_table: bool = True
 
@@ -172,7 +174,7 @@ class ShardedPlan:
         world_size = self.world_size if world_size is None else world_size
         if (self.rank, self.world_size, dict(self.holders)) == (rank, world_size, dict(holders)):
             return self
-        return _laid_out(self.flat, self.paths, rank, world_size, self.private, holders)
+        return _laid_out(self.flat, self.paths, rank, world_size, self.private, holders, self.saving)
 
     def write(
         self, store: Store, tensors: Sequence[torch.Tensor] | None = None, *, sync: bool = True, workers: int = 0
@@ -231,6 +233,7 @@ def plan_sharded(
     world_size: int = 1,
     previous: ShardedPlan | None = None,
     private: Collection[str] = (),
+    saving: Collection[int] | None = None,
 ) -> ShardedPlan:
     """Plan what this rank writes. Plain tensors and objects are assumed to be replicated on all ranks.
 
@@ -240,6 +243,7 @@ def plan_sharded(
         state_dict: Nested or flat dict of DTensors, tensors and objects.
         previous: Plan of the previous save. Its `holders` remain valid if no rank's keys have changed.
         private: Flattened keys that only this rank has and therefore always writes, such as "rng.3.torch".
+        saving: The ranks that save, by their numbers in the default group, as in meshes. None: all ranks of each mesh.
 
     Raises:
         SaveError: A tensor is a partial sum, or an object could not be loaded without running code.
@@ -254,7 +258,7 @@ def plan_sharded(
     holders = {} if previous is None or previous.rank != rank else previous.holders
     if not flat.keys() >= holders.keys():
         holders = {}
-    plan = _laid_out(flat, paths, rank, world_size, frozenset(private), holders)
+    plan = _laid_out(flat, paths, rank, world_size, frozenset(private), holders, saving)
     return plan if previous is None else replace(plan, settled=previous.settled)
 
 
@@ -265,6 +269,7 @@ def _laid_out(
     world_size: int,
     private: frozenset[str],
     holders: Mapping[str, tuple[int, ...]],
+    saving: Collection[int] | None,
 ) -> ShardedPlan:
     """Return this rank's plan. For each replicated key that only some ranks hold, `holders` contains these ranks."""
     keys: list[PlannedKey] = []
@@ -291,7 +296,7 @@ def _laid_out(
             if place[0] == 0:  # if ranks have different objects, the lowest rank's object is saved, as in torch
                 objects.append((name, path))
             continue
-        cut = _cut_of(name, value, place, cuts, meshes)
+        cut = _cut_of(name, value, place, cuts, meshes, saving)
         if cut is None:
             continue
         for number, (offsets, sizes) in enumerate(cut.boxes):
@@ -335,11 +340,17 @@ def _laid_out(
         paths,
         private,
         dict(holders),
+        saving,
     )
 
 
 def _cut_of(
-    name: str, value: Any, place: tuple[int, int], cuts: dict[Any, _Cut | None], meshes: dict[DeviceMesh, int]
+    name: str,
+    value: Any,
+    place: tuple[int, int],
+    cuts: dict[Any, _Cut | None],
+    meshes: dict[DeviceMesh, int],
+    saving: Collection[int] | None,
 ) -> _Cut | None:
     """Return how a tensor is sharded, or None if this rank is not in the tensor's mesh.
 
@@ -361,12 +372,14 @@ def _cut_of(
             whole = [((0,) * len(shape), shape)]
             known = _Cut(value.dtype, dtype_name(value.dtype), shape, None, whole, place)
         else:
-            known = _cut_by_mesh(name, value, meshes)
+            known = _cut_by_mesh(name, value, meshes, saving)
         cuts[key] = known
     return known
 
 
-def _cut_by_mesh(name: str, value: DTensor, meshes: dict[DeviceMesh, int]) -> _Cut | None:
+def _cut_by_mesh(
+    name: str, value: DTensor, meshes: dict[DeviceMesh, int], saving: Collection[int] | None
+) -> _Cut | None:
     dtype, shape, mesh, placements = value.dtype, value.shape, value.device_mesh, tuple(value.placements)
     if any(isinstance(p, Partial) for p in placements):
         raise SaveError(f"{name}: a DTensor placed {placements} is a partial sum; redistribute it before saving.")
@@ -380,6 +393,11 @@ def _cut_by_mesh(name: str, value: DTensor, meshes: dict[DeviceMesh, int]) -> _C
         if isinstance(placement, Replicate):
             turn = turn * mesh.size(dim) + coordinate[dim]
             count *= mesh.size(dim)
+    if saving is not None and count > 1:
+        copies = mesh.mesh[tuple(slice(None) if isinstance(p, Replicate) else c
+                                 for c, p in zip(coordinate, placements, strict=True))]  # fmt: skip
+        present = [rank for rank in copies.flatten().tolist() if rank in saving]
+        turn, count = present.index(mesh.get_rank()), len(present)
     if 0 in shape and any(c for c, p in zip(coordinate, placements, strict=True) if not isinstance(p, Replicate)):
         turn = count  # this rank writes nothing, because one record is enough for an empty tensor
     return _Cut(

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ckptkit import CheckpointManager, TrainState
 from ckptkit.errors import SaveError
@@ -47,4 +47,19 @@ def test_a_rank_that_holds_half_of_a_tensor_does_not_save_alone(tmp_path, kind):
         with pytest.raises(SaveError) as caught:
             manager.save(1, TrainState(model=model, rng=False))
         assert manager.latest() is None
-    assert "model.w" in str(caught.value) and "12 of 24 elements" in str(caught.value)
+    assert all(text in str(caught.value) for text in ("model.w", "12 of 24 elements", "mesh save (process_group=)?"))
+
+
+@on_ranks(4)
+def test_the_ranks_of_one_replica_save_and_load_the_whole_model(tmp_path, kind):
+    rank = dist.get_rank()
+    group = [dist.new_group(each) for each in ([0, 1], [2, 3])][rank // 2]
+    mesh, rows = init_device_mesh("cpu", (2, 2)), torch.arange(24.0).reshape(4, 6).chunk(2)[rank % 2]
+    parts = [DTensor.from_local(rows + i, mesh, [Replicate(), Shard(0)], run_check=False) for i in range(4)]
+    state = TrainState(model=torch.nn.ParameterList(parts), rng=False)
+    with CheckpointManager(tmp_path / str(rank // 2), state_dict_type=kind, process_group=group) as manager:
+        manager.save(1, state)
+        for parameter in state.model:
+            parameter._local_tensor.zero_()
+        manager.load(state)
+    assert all(torch.equal(p._local_tensor, rows + i) for i, p in enumerate(state.model))
