@@ -17,6 +17,7 @@ except ImportError as error:
 from ckptkit.arguments import wrong
 from ckptkit.checkpoint.manager import CheckpointManager
 from ckptkit.checkpoint.report import LoadReport, SaveReport
+from ckptkit.checkpoint.retention import RetentionPolicy
 from ckptkit.checkpoint.run.inventory import list_checkpoints
 from ckptkit.checkpoint.state.train_state import PerRank, TrainState
 from ckptkit.errors import UsageError
@@ -33,14 +34,16 @@ class AcceleratorCheckpoints:
     with the run's root as the directory. If a hook removes a model or its weights from the given list, ckptkit still
     saves and loads the model. Load hooks do not run in a new run.
 
-    For a dataloader that is not stateful, only the epoch is saved. With `use_seedable_sampler=True`, the sampler's seed
-    is saved, too. As in Accelerate, call `skip_first_batches` to skip the batches already seen. Without a seedable
+    The epoch of each dataloader is saved and, with `use_seedable_sampler=True`, the sampler's seed. If a dataloader is
+    not stateful, call `skip_first_batches` to skip the batches already seen, as in Accelerate. Without a seedable
     sampler, the shuffled order is lost, even with `use_stateful_dataloader`: if you resume inside an epoch, the data is
     shuffled again.
 
     Args:
         url: The root of the run's checkpoints.
-        options: Passed to `CheckpointManager`: `retention`, `state_dict_type`, `storage_options`, ...
+        options: Passed to `CheckpointManager`: `retention`, `state_dict_type`, `storage_options`, ... Without
+            `retention`, the `total_limit` of the Accelerator's `ProjectConfiguration` applies if
+            `automatic_checkpoint_naming` is set, as in Accelerate.
     """
 
     def __init__(self, accelerator: Accelerator, url: str | Path, **options: Any) -> None:
@@ -53,6 +56,9 @@ class AcceleratorCheckpoints:
                 "Accelerator.save_state."
             )
         self.accelerator = accelerator
+        project = accelerator.project_configuration
+        if project.automatic_checkpoint_naming and project.total_limit:
+            options = {"retention": RetentionPolicy(max_num=project.total_limit), **options}
         self.manager = CheckpointManager(url, **options)
 
     def save_state(self, step: int, **options: Any) -> SaveReport:
@@ -105,7 +111,7 @@ class AcceleratorCheckpoints:
         files = {f"extra.object_{i}": (f"custom_checkpoint_{i}", item) for i, item in enumerate(mine._custom_objects)}
         stateful = (item for item in enumerate(mine._dataloaders) if _is_stateful(item[1]))
         for number, (i, item) in enumerate(stateful):
-            files[f"extra.sampler_{number}"] = (f"dl_state_dict_{i}" if i else "dl_state_dict", item)
+            files[f"dataloader_{number}"] = (f"dl_state_dict_{i}" if i else "dl_state_dict", item)
         for name, (file, item) in files.items():
             if name in report.skipped and file in report.extra:
                 item.load_state_dict(report.extra.pop(file))
@@ -132,16 +138,15 @@ class AcceleratorCheckpoints:
         schedulers = list(mine._schedulers)
         # Accelerate adds `state_dict` and `load_state_dict` to all prepared loaders, but only torchdata's can use them.
         stateful = [item for item in mine._dataloaders if _is_stateful(item)]
-        plain = [item for item in mine._dataloaders if not _is_stateful(item)]
         extra: dict[str, Any] = {f"object_{i}": item for i, item in enumerate(mine._custom_objects)}
-        extra |= {f"sampler_{i}": PerRank(item) for i, item in enumerate(stateful)}
-        extra |= {f"loader_{i}": PerRank(_Epoch(item)) for i, item in enumerate(plain)}
+        extra |= {f"loader_{i}": PerRank(_Epoch(item)) for i, item in enumerate(mine._dataloaders)}
         extra["accelerator"] = _Position(mine)
         return TrainState(
             model=_one_or_named([mine.unwrap_model(model) for model in mine._models]),
             optimizer=_one_or_named(optimizers),
             scheduler=_one_or_named(schedulers),
             grad_scaler=mine.scaler,
+            dataloader={str(i): item for i, item in enumerate(stateful)} or None,
             extra=extra,
         )
 
@@ -160,14 +165,17 @@ def _is_stateful(loader: Any) -> bool:
 
 
 class _Epoch:
-    """Saves and restores the epoch of an ordinary dataloader, and the seed of a `SeedableRandomSampler`."""
+    """Saves and restores the epoch of a dataloader, and the seed of a `SeedableRandomSampler`."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
         self._sampler: Any = loader.get_sampler() if callable(getattr(loader, "get_sampler", None)) else None
 
     def state_dict(self) -> dict[str, int]:
-        state = {"iteration": int(getattr(self._loader, "iteration", 0))}
+        loader = self._loader
+        state = {"iteration": int(getattr(loader, "iteration", 0))}
+        if _is_stateful(loader) and loader.end_of_dataloader and loader in loader.gradient_state.dataloader_references:
+            state["iteration"] += 1  # at an epoch's last batch: the loader continues with the next epoch
         if hasattr(self._sampler, "initial_seed"):
             state |= {"epoch": int(self._sampler.epoch), "initial_seed": int(self._sampler.initial_seed)}
         return state

@@ -35,6 +35,7 @@ from ckptkit.errors import CheckpointMismatchError, UsageError
 from ckptkit.formats.own.record import checkpoint_name
 
 _log = logging.getLogger(__name__)
+_SAMPLES = "samples_per_step"  # of all ranks, in the checkpoint's client state
 
 
 class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers' types are not followed
@@ -230,7 +231,8 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers
         # Without an evaluation, the metrics are empty, not None: with `keep_best`, None would be refused.
         # At the end of an epoch, the Trainer may save a step again that it saved before the evaluation.
         metrics = self._metrics if self._evaluated == step else {}
-        save(step, state, metrics=metrics, overwrite=step == self._saved)
+        consumed = {_SAMPLES: trainer.get_total_train_batch_size(trainer.args)}
+        save(step, state, metrics=metrics, client_state=consumed, overwrite=step == self._saved)
         self._saved = step
 
     def _load(self, path: Any) -> None:
@@ -248,8 +250,24 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers
                 ) from error
             else:
                 raise
+        if trainer.state.global_step < trainer.state.max_steps:
+            self._warn_of_other_samples()
         self._random = capture_rng()
         self._find_best()  # the Trainer forgets checkpoints that it does not find on disk
+
+    def _warn_of_other_samples(self) -> None:
+        """Warn if a step has another number of samples than in the saved run: the Trainer skips samples by steps."""
+        trainer, report = self._trainer, self.loaded
+        assert report is not None
+        now = trainer.get_total_train_batch_size(trainer.args)
+        saved = (report.client_state or {}).get(_SAMPLES, now)
+        if saved != now and trainer.is_world_process_zero():
+            _log.warning(
+                "%s: each step of the saved run had %d samples; now a step has %d. The Trainer skips the steps already "
+                "done, so some samples are repeated or left out, and epochs begin at other steps. To avoid that, set "
+                "per_device_train_batch_size or gradient_accumulation_steps so that a step has %d samples again.",
+                report.url, saved, now, saved,
+            )  # fmt: skip
 
     def _skip(self, path: Any, model: Any = None) -> None:
         """Do nothing, because `_load` restores the whole state."""

@@ -18,9 +18,9 @@ from tests.checkpoint.states import Kept  # noqa: E402
 class Run:
     """A model with dropout that an Accelerator prepared, with optimizer, scheduler, loader and a registered counter."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, stateful: bool = False) -> None:
         torch.manual_seed(0)
-        loading = accelerate.DataLoaderConfiguration(use_seedable_sampler=True)
+        loading = accelerate.DataLoaderConfiguration(use_seedable_sampler=True, use_stateful_dataloader=stateful)
         self.accelerator = accelerate.Accelerator(cpu=True, dataloader_config=loading)
         model = torch.nn.Sequential(torch.nn.Linear(1, 4), torch.nn.Dropout(0.5), torch.nn.Linear(4, 1))
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -83,24 +83,27 @@ def test_a_checkpoint_written_by_accelerate_is_resumed_from(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_a_shuffling_loader_with_a_generator_and_dropout_resume_in_the_middle_of_an_epoch(tmp_path):
-    run, again, seen = Run(), Run(), []
+@pytest.mark.parametrize(("stateful", "done"), [(False, 11), (True, 11), (True, 16)])
+def test_a_shuffling_loader_with_a_generator_and_dropout_resume_in_the_middle_of_an_epoch(tmp_path, stateful, done):
+    run, again, seen = Run(stateful=stateful), Run(stateful=stateful), []
     with run.checkpoints(tmp_path) as checkpoints:
-        for epoch in range(3):
-            for number, batch in enumerate(run.data):
+        for _ in range(3):
+            for batch in run.data:
                 seen.append(run.step(batch))
-                if (epoch, number) == (1, 2):
-                    checkpoints.save_state(11)
+                if len(seen) == done:
+                    checkpoints.save_state(done)
     torch.manual_seed(5)
     with again.checkpoints(tmp_path) as checkpoints:
-        assert checkpoints.load_state().step == 11
-    assert again.data.iteration == 1
-    rest_of_epoch = again.accelerator.skip_first_batches(again.data, 3)
-    rest_of_epoch.set_epoch(1)
-    rest = [again.step(batch) for batch in rest_of_epoch]
-    again.data.iteration = 2
-    rest += [again.step(batch) for batch in again.data]
-    assert rest == seen[11:]
+        assert checkpoints.load_state().step == done
+    assert again.data.iteration == done // 8
+    loader, rest = again.data, []
+    if not stateful:
+        loader = again.accelerator.skip_first_batches(again.data, 3)
+        loader.set_epoch(1)
+    while len(rest) < len(seen) - done:
+        rest += [again.step(batch) for batch in loader]
+        loader, again.data.iteration = again.data, 2
+    assert rest == seen[done:]
     assert again.has_the_weights_of(run)
 
 
@@ -150,6 +153,17 @@ def test_a_save_between_the_batches_of_one_step_is_warned_about(tmp_path, caplog
                 run.train(1)
             checkpoints.save_state(step)
     assert [record.message[:6] for record in caplog.records] == ["step 1"]
+
+
+def test_the_total_limit_of_an_accelerator_with_automatic_names_is_the_default_retention(tmp_path):
+    run = Run()
+    run.accelerator.project_configuration.total_limit = 1
+    for automatic, options, kept in [(False, {}, 2), (True, {}, 1), (True, {"retention": None}, 2)]:
+        run.accelerator.project_configuration.automatic_checkpoint_naming = automatic
+        with run.checkpoints(tmp_path / f"{automatic} {options}", **options) as checkpoints:
+            for step in (1, 2):
+                checkpoints.save_state(step)
+            assert len(checkpoints.manager.list()) == kept
 
 
 def test_an_accelerator_without_models_is_refused(tmp_path):
