@@ -76,8 +76,10 @@ def _leaves(value: Any, path: Path, file: str, known: dict[int, bool], levels: i
 
 
 def is_optimizer(value: Any) -> bool:
-    """Return whether a value looks like a result of `Optimizer.state_dict()`."""
-    return isinstance(value, dict) and {"state", PARAM_GROUPS} <= value.keys()
+    """Return whether a value looks like a result of `Optimizer.state_dict()`, perhaps flattened by torch."""
+    if not isinstance(value, dict):
+        return False
+    return {"state", PARAM_GROUPS} <= value.keys() or any(str(key).startswith(f"{PARAM_GROUPS}.") for key in value)
 
 
 def has_parts(value: Any, known: dict[int, bool]) -> bool:

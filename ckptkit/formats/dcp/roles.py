@@ -7,7 +7,7 @@ accelerate's path ("model", "model.embed_tokens.weight"), but part of the name i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
 from ckptkit.catalog.entry import Role
@@ -45,7 +45,8 @@ class RoleTable:
         # If the key "state" holds a model and optimizers, it is not one optimizer's state.
         inner = {str(path[1]) for path in paths.values() if len(path) > 2 and path[0] == "state"}
         self._bare_optimizer = alone and not any(p in _MODEL_KEYS or OPTIMIZER_KEY.fullmatch(p) for p in inner)
-        self._optimizers = _optimizers(paths.values())
+        tensors = frozenset(tensors)
+        self._optimizers = _optimizers(paths, tensors)
         self._depths = sorted({len(path) for path in self._optimizers})
         wrappers = {
             key: None if self._optimizer_at(path) is not None else _model_wrapper(path)
@@ -118,16 +119,19 @@ class RoleTable:
         return None
 
 
-def _optimizers(paths: Iterable[Path]) -> set[Path]:
+def _optimizers(paths: Mapping[str, Path], tensors: Collection[str]) -> set[Path]:
     """Return the paths of dicts that have both "state" and "param_groups". Such a dict is an optimizer under any key.
 
-    In flattened keys, "state." and "param_groups." are prefixes. () is the path of an optimizer at the top level.
+    In flattened keys, "state." and "param_groups." are prefixes. () is the path of an optimizer at the top level. If
+    the optimizer has no states, its flattened form has only settings.
     """
     found: dict[str, set[Path]] = {"state": set(), PARAM_GROUPS: set()}
-    for path in paths:
+    for key, path in paths.items():
         for i, part in enumerate(path):
             if (head := _head(part)) in found:
                 found[head].add(path[:i])
+                if head == PARAM_GROUPS != part and key not in tensors:
+                    found["state"].add(path[:i])
     return found["state"] & found[PARAM_GROUPS]
 
 

@@ -159,14 +159,15 @@ def test_the_parts_of_a_job_are_recognized_under_any_key(keys, form, tmp_path):
 
 
 @EACH_FORM
-@pytest.mark.parametrize("kind", ["AppState", "Composer", "Composer, flattened"])
+@pytest.mark.parametrize("kind", ["AppState", "Composer", "AppState, flattened", "Composer, flattened"])
 def test_the_parts_of_a_job_below_another_key_are_restored(kind, form, tmp_path):
-    make: Any = torch.optim.SGD if kind == "AppState" else torch.optim.AdamW  # SGD has an empty state
+    is_app, flatten = "AppState" in kind, "flattened" in kind
+    make: Any = torch.optim.SGD if is_app else torch.optim.AdamW  # SGD has an empty state
     theirs, mine = scheduled(3, make=make), scheduled(0, make=make)
-    model, optimizer = _named(theirs, flatten="flattened" in kind).values()
+    model, optimizer = _named(theirs, flatten=flatten).values()
     parts = {"model": model, "schedulers": {"SequentialLR": theirs.scheduler.state_dict()}, "step": 3}
-    parts |= {"optim": optimizer} if kind == "AppState" else {"optimizers": {"AdamW": optimizer}}
-    report = resume(mine, {"app" if kind == "AppState" else "state": parts}, form, tmp_path)
+    parts |= {"opt" if flatten else "optim": optimizer} if is_app else {"optimizers": {"AdamW": optimizer}}
+    report = resume(mine, {"app" if is_app else "state": parts}, form, tmp_path)
     states.check_resumed(mine, theirs)
     assert states.bits(mine.optimizer.state_dict()) == states.bits(theirs.optimizer.state_dict())
     assert mine.scheduler.state_dict() == theirs.scheduler.state_dict()
