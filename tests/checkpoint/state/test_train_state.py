@@ -51,19 +51,12 @@ def test_sharded_is_the_default_everywhere():
     assert StateDictType.parse(FSDPConfig().state_dict_type) is StateDictType.SHARDED
 
 
-def test_only_parameters_and_persistent_buffers_are_captured():
-    model = net()
-    model.register_buffer("scratch", torch.zeros(3), persistent=False)
-    captured = capture(TrainState(model=model))
-    assert set(captured.models["model"]) == set(model.state_dict())
-    assert "scratch" not in captured.models["model"]
-
-
-def test_names_have_no_prefixes_of_wrappers():
+def test_names_have_no_prefixes_of_wrappers_and_include_no_buffer_that_is_not_persistent():
     class Block(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.module = nn.Linear(2, 2)  # a submodule with the name that DDP uses
+            self.register_buffer("scratch", torch.zeros(3), persistent=False)
 
     model = nn.ModuleDict({"a": checkpoint_wrapper(Block()), "b": torch.compile(Block())})
     names = set(capture(TrainState(model=torch.compile(model))).models["model"])
@@ -146,18 +139,16 @@ class Computing(nn.Module):
 
 
 def test_modules_with_state_dict_hooks_are_restored_by_their_own_load_state_dict(tmp_path):
-    module = Computing(7)
-    optimizer = torch.optim.AdamW([module.a.weight, module.b.weight])
-    (module.a.weight.sum() + module.b.weight.sum()).backward()
-    optimizer.step()
-    fresh = Computing(0)
-    kept = fresh.frozen.weight.clone()
-    restored = torch.optim.AdamW([fresh.a.weight, fresh.b.weight])
-    source, live = (TrainState(model=m, optimizer=o) for m, o in ((module, optimizer), (fresh, restored)))
+    def made(calls, steps):
+        module = Computing(calls)
+        return states.trained(module, steps=steps, params=[module.a.weight, module.b.weight])
+
+    source, live = made(7, 1), made(0, 0)
+    kept = live.model.frozen.weight.clone()
     states.check_round_trip(tmp_path, source, live, "sharded")
     names = {key for key in open_checkpoint(str(tmp_path)) if key.startswith("model.")}
     assert names == {"model.a.weight", "model.old_b", "model.extra_state"}
-    assert torch.equal(fresh.frozen.weight, kept)
+    assert torch.equal(live.model.frozen.weight, kept)
 
 
 def within(module):
