@@ -18,7 +18,6 @@ from ckptkit import CheckpointManager, RetentionPolicy
 from ckptkit.checkpoint.load import choose
 from ckptkit.checkpoint.run import inventory
 from ckptkit.checkpoint.run.delete import rotate
-from ckptkit.checkpoint.run.inventory import list_checkpoints
 from ckptkit.checkpoint.run.pins import deleting, pin_while_reading
 from ckptkit.errors import CheckpointExistsError, CorruptCheckpointError, LeaseHeldError, SaveError, StorageError
 from ckptkit.storage import lock as lease_module
@@ -26,14 +25,10 @@ from ckptkit.storage import open_store
 from ckptkit.storage.local import LocalStore
 from ckptkit.storage.lock import open_attempts
 from ckptkit.storage.publish import check_writable, open_staging
-from tests.checkpoint.states import flip, linear, save_steps, value_of
+from tests.checkpoint.saving import steps
+from tests.checkpoint.states import flip, linear, load, save_steps, value_of
 from tests.patches import before, refuse
 from tests.ranks import run_script
-
-
-def names(root: Path) -> list[str]:
-    return [item.name for item in list_checkpoints(open_store(str(root))).committed]
-
 
 SECOND = """
 import sys, torch
@@ -104,8 +99,7 @@ def test_a_job_is_warned_of_a_state_directory_that_is_a_link_and_may_still_load(
     (root / ".ckptkit").symlink_to(tmp_path / "elsewhere")
     (said,) = warnings_of(caplog, root)
     assert f"{root}/.ckptkit leads through a symbolic link" in said and "Loads work" in said
-    with CheckpointManager(root) as manager:
-        assert manager.load(linear()).step == 1
+    assert load(root, linear()).step == 1
 
 
 # --- the lease
@@ -118,7 +112,7 @@ def test_a_second_job_is_refused_with_the_owner_named_and_may_still_read(tmp_pat
         assert "loaded 1\nrefused" in said
         assert f"is being written by process {os.getpid()} on" in said
         manager.save(2, linear())
-    assert names(tmp_path) == ["step_00000001", "step_00000002"]
+    assert steps(tmp_path) == [1, 2]
 
 
 def test_a_job_in_a_copy_of_a_running_run_may_save(tmp_path):
@@ -128,8 +122,7 @@ def test_a_job_in_a_copy_of_a_running_run_may_save(tmp_path):
         subprocess.run(["cp", "-r", run, copy], check=True)
         shutil.copytree(run, same)
         assert second_job(copy) == "loaded 1\nsaved\n"
-        with CheckpointManager(same) as another:
-            another.save(2, linear())
+        save_steps(same, 2)
         assert "refused" in second_job(run)
         run.rename(tmp_path / "moved")
         assert "refused" in second_job(tmp_path / "moved")
@@ -146,9 +139,8 @@ def test_a_copy_of_a_running_run_ignores_pins_deletions_and_saves_of_the_origina
         with CheckpointManager(copy, retention=RetentionPolicy(max_num=1)) as another:
             assert another.load(linear(), f"{copy}/step_00000001") is not None  # does not wait for a deletion
             another.save(3, linear())
-        with CheckpointManager(copy, retention=RetentionPolicy(max_num=1)) as another:
-            another.save(4, linear())
-    assert names(copy) == ["step_00000004"]
+        save_steps(copy, 4, retention=RetentionPolicy(max_num=1))
+    assert steps(copy) == [4]
     assert not list(copy.glob(".tmp-*"))
 
 
@@ -183,7 +175,7 @@ def test_managers_of_one_process_share_the_lease_and_take_turns(tmp_path):
     second.save(3, linear())
     second.close()
     assert open_attempts(open_store(str(tmp_path))).owner is None
-    assert sorted(names(tmp_path)) == [f"step_0000000{n}" for n in (1, 2, 3)]
+    assert sorted(steps(tmp_path)) == [1, 2, 3]
 
 
 def test_a_manager_that_exits_with_an_error_releases_the_lease(tmp_path):
@@ -199,7 +191,7 @@ def test_a_save_that_waits_for_its_turn_too_long_is_refused(tmp_path):
         with manager._hold.lease().turn, pytest.raises(LeaseHeldError, match="another save of this process"):
             other.save(2, linear())
         other.save(2, linear())
-    assert names(tmp_path) == ["step_00000001", "step_00000002"]
+    assert steps(tmp_path) == [1, 2]
 
 
 # --- a root that goes away
@@ -241,7 +233,7 @@ def test_a_root_that_disappears_during_a_save_is_an_error_and_nothing_is_written
         with pytest.raises((SaveError, OSError)):
             manager._saver.publish(prepared)
     assert os.listdir(tmp_path / "mount") == []
-    assert names(tmp_path / "elsewhere" / "run") == ["step_00000001"]
+    assert steps(tmp_path / "elsewhere" / "run") == [1]
 
 
 # --- what was resumed from
@@ -262,8 +254,7 @@ def test_prune_keeps_the_checkpoint_that_a_running_job_was_resumed_from(tmp_path
 def test_a_checkpoint_of_another_run_is_pinned_while_it_is_read(tmp_path, monkeypatch):
     root, seen, policy = open_store(str(save_steps(tmp_path / "a", 1, 2))), list[Any](), RetentionPolicy(max_num=1)
     before(monkeypatch, choose, "load_checkpoint", lambda *_, **__: seen.append(rotate(root, policy).deleted))
-    with CheckpointManager(tmp_path / "b") as manager:
-        manager.load(linear(), f"{tmp_path}/a/step_00000001")
+    load(tmp_path / "b", linear(), f"{tmp_path}/a/step_00000001")
     assert seen == [()]
     assert rotate(root, policy).deleted == ("step_00000001",)
 
@@ -328,5 +319,5 @@ def test_an_unreadable_or_foreign_record_of_the_newest_checkpoint_is_an_error(ru
 
 def test_without_an_older_checkpoint_a_fallback_raises_the_first_damage(tmp_path):
     flip(save_steps(tmp_path, 6) / "step_00000006", torch.full((2, 3), 6.0))
-    with CheckpointManager(tmp_path) as manager, pytest.raises(CorruptCheckpointError, match="no older checkpoint"):
-        manager.load(linear(), fallback="previous")
+    with pytest.raises(CorruptCheckpointError, match="no older checkpoint"):
+        load(tmp_path, linear(), fallback="previous")

@@ -23,21 +23,21 @@ from tests.patches import failing
 DEAD = {"host": "h", "pid": 1, "started": "never", "machine": this_process().machine}
 
 
-def one_checkpoint(run: Path) -> Store:
-    save(run, 1)
-    return open_store(str(run))
+@pytest.fixture
+def root(tmp_path: Path) -> Store:
+    """The store of a run with one checkpoint."""
+    save(tmp_path, 1)
+    return open_store(str(tmp_path))
 
 
-def test_a_pin_protects_the_checkpoint_while_it_is_read(tmp_path):
-    root = one_checkpoint(tmp_path)
+def test_a_pin_protects_the_checkpoint_while_it_is_read(root):
     with pin_while_reading(root, "step_00000001", why="convert"):
         (pin,) = list_pins(root)
         assert pin.name == "step_00000001" and f"process {os.getpid()}" in pin.reason and "convert" in pin.reason
     assert list_pins(root) == []
 
 
-def test_pinning_a_deleted_checkpoint_is_an_error_and_leaves_no_pin(tmp_path):
-    root = one_checkpoint(tmp_path)
+def test_pinning_a_deleted_checkpoint_is_an_error_and_leaves_no_pin(root):
     with pytest.raises(CheckpointNotFoundError, match="List again"), pin_while_reading(root, "step_00000002"):
         pass
     assert list_pins(root) == []
@@ -49,10 +49,9 @@ def _read_and_die(say: Any, root: str) -> None:
         os.kill(os.getpid(), 9)
 
 
-def test_the_pin_of_a_dead_reader_has_no_effect(tmp_path):
-    save(tmp_path, 1)
-    assert fork(_read_and_die, str(tmp_path)) == (-9, b"reading")
-    assert list_pins(open_store(str(tmp_path))) == []
+def test_the_pin_of_a_dead_reader_has_no_effect(root):
+    assert fork(_read_and_die, root.url) == (-9, b"reading")
+    assert list_pins(root) == []
 
 
 @pytest.mark.parametrize(("age_s", "holds"), [(10.0, True), (pins.TTL_S + 10, False)])
@@ -65,8 +64,7 @@ def test_the_pin_of_a_reader_on_another_machine_counts_until_it_expires(tmp_path
     assert bool(list_pins(open_store(str(tmp_path)))) is holds
 
 
-def test_a_deletion_removes_day_old_pins_of_killed_readers(tmp_path):
-    root = one_checkpoint(tmp_path)
+def test_a_deletion_removes_day_old_pins_of_killed_readers(tmp_path, root):
     folder = tmp_path / ".ckptkit" / "pins"
     folder.mkdir(exist_ok=True)
     for name, days in (("read-old", 2), ("read-new", 0), ("keep-step_00000001", 2)):
@@ -79,8 +77,7 @@ def test_a_deletion_removes_day_old_pins_of_killed_readers(tmp_path):
         assert sorted(path.stem for path in folder.iterdir()) == ["keep-step_00000001", "read-new"]
 
 
-def test_a_reader_waits_for_a_running_deletion(tmp_path):
-    root = one_checkpoint(tmp_path)
+def test_a_reader_waits_for_a_running_deletion(root):
     began, may_end = threading.Event(), threading.Event()
 
     def slow() -> None:
@@ -98,18 +95,17 @@ def test_a_reader_waits_for_a_running_deletion(tmp_path):
     thread.join()
 
 
-def test_a_killed_deletion_does_not_delay_readers(tmp_path):
-    save(tmp_path, 1)
+def test_a_killed_deletion_does_not_delay_readers(tmp_path, root):
     path = tmp_path / ".ckptkit" / "deleting" / "step_00000001.json"
     path.parent.mkdir()
     path.write_text(json.dumps(DEAD))
     start = time.monotonic()
-    with pin_while_reading(open_store(str(tmp_path)), "step_00000001"):
+    with pin_while_reading(root, "step_00000001"):
         assert time.monotonic() - start < 5
 
 
-def test_a_read_only_root_is_read_without_a_pin(tmp_path, monkeypatch, caplog):
-    root, part = one_checkpoint(tmp_path), f"{tmp_path}/.ckptkit/pins/.read-1.json.2.part"
+def test_a_read_only_root_is_read_without_a_pin(tmp_path, root, monkeypatch, caplog):
+    part = f"{tmp_path}/.ckptkit/pins/.read-1.json.2.part"
     monkeypatch.setattr(type(root), "write", failing(PermissionError(13, "Permission denied", part)))
     with pin_while_reading(root, "step_00000001"):
         pass
@@ -124,19 +120,17 @@ def test_only_a_committed_checkpoint_can_be_pinned(tmp_path):
     assert not (tmp_path / ".ckptkit").exists()
 
 
-def test_a_damaged_pin_of_a_user_still_counts(tmp_path):
-    save(tmp_path, 1)
+def test_a_damaged_pin_of_a_user_still_counts(tmp_path, root):
     pin_forever(str(tmp_path / "step_00000001"), "paper")
     (tmp_path / ".ckptkit" / "pins" / "keep-step_00000001.json").write_bytes(b"")
-    assert [p.name for p in list_pins(open_store(str(tmp_path)))] == ["step_00000001"]
-    assert not delete_checkpoint(open_store(str(tmp_path)), "step_00000001", reason="x")
+    assert [p.name for p in list_pins(root)] == ["step_00000001"]
+    assert not delete_checkpoint(root, "step_00000001", reason="x")
 
 
-def test_pinning_again_changes_the_reason_only_if_one_is_given(tmp_path):
-    save(tmp_path, 1)
+def test_pinning_again_changes_the_reason_only_if_one_is_given(tmp_path, root):
     for why, wanted in (("", "by hand"), ("first", "first"), ("second", "second"), ("", "second")):
         assert pin_forever(str(tmp_path / "step_00000001") + "/", why).why == wanted
-        assert [p.why for p in list_pins(open_store(str(tmp_path)))] == [wanted]
+        assert [p.why for p in list_pins(root)] == [wanted]
 
 
 @pytest.mark.parametrize(
@@ -151,8 +145,7 @@ def test_a_checkpoint_url_is_split_into_run_and_name(url, root, name):
             split_checkpoint_url(other)
 
 
-def test_reading_the_latest_never_fails_while_another_saves_with_max_num_1(tmp_path):
-    root = one_checkpoint(tmp_path)
+def test_reading_the_latest_never_fails_while_another_saves_with_max_num_1(tmp_path, root):
     stop = threading.Event()
 
     def saving() -> None:

@@ -23,14 +23,10 @@ from ckptkit.checkpoint.save import saver as save_module
 from ckptkit.checkpoint.save.staging import StagingBuffers
 from ckptkit.errors import CkptkitError, RankFailedError, SaveError, UsageError
 from tests.checkpoint import jobs
-from tests.checkpoint.saving import fork
+from tests.checkpoint.saving import fork, steps
 from tests.checkpoint.states import KINDS, bits, load
 from tests.patches import failing
 from tests.ranks import on_ranks
-
-
-def published(run: Path) -> list[int]:
-    return sorted(int(path.name.removeprefix("step_")) for path in run.glob("step_*"))
 
 
 class Gate:
@@ -84,7 +80,7 @@ def test_the_next_save_waits_for_the_running_one(tmp_path, monkeypatch):
         threading.Timer(0.2, gate.opened.set).start()
         manager.save_async(2, state)
         assert first.done()
-    assert published(tmp_path) == [1, 2]
+    assert steps(tmp_path) == [1, 2]
 
 
 def test_a_running_save_refuses_the_next_one_with_async_policy_refuse(tmp_path, monkeypatch):
@@ -94,7 +90,7 @@ def test_a_running_save_refuses_the_next_one_with_async_policy_refuse(tmp_path, 
         with pytest.raises(SaveError, match="still running"):
             manager.save_async(2, TrainState(model=nn.Linear(4, 4)))
         gate.opened.set()
-    assert published(tmp_path) == [1]
+    assert steps(tmp_path) == [1]
 
 
 @pytest.mark.parametrize("ask", ["result", "save", "save_async", "load", "close", "wait"])
@@ -115,7 +111,7 @@ def test_an_error_in_the_background_reaches_the_caller(tmp_path, monkeypatch, as
     with pytest.raises(SaveError, match="No space left"):
         calls[ask]()
     manager.close()  # the error was raised already
-    assert published(tmp_path) == []
+    assert steps(tmp_path) == []
 
 
 def run_script(tmp_path: Path, body: str) -> subprocess.CompletedProcess[str]:
@@ -367,7 +363,7 @@ def test_an_in_place_change_of_memory_is_saved_or_fails_the_save_on_all_ranks(tm
             manager.save_async(7, state).result()
         model[3]._spec.placements = (Shard(0),)
         manager.save_async(8, state).result()
-    assert published(tmp_path) == [1, 2, 3, 6, 8]
+    assert steps(tmp_path) == [1, 2, 3, 6, 8]
 
 
 @on_ranks(2)
@@ -383,7 +379,7 @@ def test_a_rank_without_memory_for_its_snapshot_fails_the_save_on_all_ranks(tmp_
         manager.save_async(2, job.state()).result()
         manager.load(again.state())
     assert jobs.whole(job.model.up.weight) == jobs.whole(again.model.up.weight)
-    assert published(tmp_path) == [2]
+    assert steps(tmp_path) == [2]
 
 
 def test_a_forked_process_is_refused_every_call_and_exits_without_waiting(tmp_path, monkeypatch):

@@ -72,16 +72,27 @@ def test_files_are_distributed_over_the_ranks(tmp_path):
 @pytest.mark.parametrize("tie", [False, True])
 def test_from_pretrained_loads_a_full_checkpoint(tmp_path, tie):
     transformers = pytest.importorskip("transformers")
-    model = llama(tie).to(torch.bfloat16)
-    optimizer = torch.optim.AdamW(model.parameters())
-    tokens = torch.arange(12).reshape(2, 6)
-    model(tokens, labels=tokens).loss.backward()
-    optimizer.step()
-    states.save(tmp_path, TrainState(model=model, optimizer=optimizer), state_dict_type="full")
+    state = states.trained(llama(tie).to(torch.bfloat16))
+    states.save(tmp_path, state, state_dict_type="full")
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "step_00000001", dtype="auto")
-    assert type(loaded) is type(model)
-    assert loaded.dtype == torch.bfloat16
-    assert whole(loaded.state_dict()) == whole(model.state_dict())
+    assert type(loaded) is type(state.model)
+    assert whole(loaded.state_dict()) == whole(state.model.state_dict())
+
+
+WRAPPED = {
+    "both": lambda model: nn.parallel.DistributedDataParallel(torch.compile(model)),
+    "torch.compile": torch.compile,
+    "stages": lambda model: [nn.Linear(2, 2), model],
+    "DDP": nn.parallel.DistributedDataParallel,
+}
+
+
+@pytest.mark.parametrize("wrapper", WRAPPED)
+@on_ranks(1)
+def test_the_config_of_a_wrapped_model_names_the_models_own_class(tmp_path, wrapper):
+    states.save(tmp_path, TrainState(model=WRAPPED[wrapper](llama())))
+    config = json.loads((tmp_path / "step_00000001" / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLM"]
 
 
 def test_each_of_several_models_has_its_own_folder(tmp_path):

@@ -131,30 +131,17 @@ def test_an_export_says_that_it_has_one_copy(ranks, tmp_path, kind):
         reshard(str(tmp_path / "run"), str(tmp_path / "other"), world_size=3).notes,
     ):
         (note,) = [note for note in notes if "differ between ranks" in note]
-        assert (
-            note.startswith("the values of model.loose, model.norm.running_mean differ")
-            and "get one rank's values" in note
-        )
-
-
-def save_equal(url: Path) -> None:
-    state = made()
-    fill(state, 3.0)
-    states.save(url, state)
+        assert note.startswith("the values of model.loose, model.norm.running_mean differ")
+        assert "get one rank's values" in note
 
 
 @on_ranks(2)
-def test_tensors_equal_on_all_ranks_are_stored_once(tmp_path):
-    save_equal(tmp_path)
-    assert [name for name in open_checkpoint(str(tmp_path)) if name.startswith("per_rank")] == []
-
-
-@on_ranks(2)
-def test_tensors_that_begin_to_differ_after_a_save_are_found_by_the_next(tmp_path):
+def test_tensors_are_stored_once_until_they_begin_to_differ(tmp_path):
     state = made()
     fill(state, 3.0)
     with CheckpointManager(tmp_path) as manager:
         manager.save(1, state)
+        assert [name for name in open_checkpoint(str(tmp_path)) if name.startswith("per_rank")] == []
         fill(state, 4.0 + dist.get_rank())
         manager.save(2, state)
         fill(state, 0.0)
@@ -259,13 +246,13 @@ def test_parameters_that_differ_are_refused_by_name(tmp_path, kind, sharded):
     states.check_refused(tmp_path, state, said, error=CkptkitError, state_dict_type=kind)
 
 
-def with_momentum(mesh: DeviceMesh) -> TrainState:
-    """Return the state of a layer under fully_shard, of ones, and its optimizer."""
+def with_momentum(mesh: DeviceMesh) -> tuple[TrainState, torch.Tensor, torch.Tensor]:
+    """Return the state of a layer under fully_shard and its optimizer; the weight, of ones, and its momentum."""
     model = nn.Linear(4, 4, bias=False)
     nn.init.ones_(model.weight)
     state = states.optimized(fully_shard(model, mesh=mesh), momentum=0.9)
-    state.optimizer.state[model.weight]["momentum_buffer"] = torch.zeros_like(model.weight)
-    return state
+    state.optimizer.state[model.weight]["momentum_buffer"] = momentum = torch.zeros_like(model.weight)
+    return state, model.weight, momentum
 
 
 def dtensor(mesh: DeviceMesh, *placements: Placement, numel: int = 4) -> DTensor:
@@ -276,8 +263,7 @@ def dtensor(mesh: DeviceMesh, *placements: Placement, numel: int = 4) -> DTensor
 @on_ranks(2)
 def test_replicas_of_a_dtensor_that_differ_are_refused_by_name(tmp_path, kind, where):
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "fsdp"))
-    state = with_momentum(mesh)
-    weight, momentum = state.model.weight, state.optimizer.state[state.model.weight]["momentum_buffer"]
+    state, weight, momentum = with_momentum(mesh)
     state.extra["average"] = average = dtensor(mesh, Replicate(), Shard(0))
     tensors = {"model.weight": weight, "extra.average": average}
     with CheckpointManager(tmp_path, state_dict_type=kind) as manager:
@@ -322,8 +308,7 @@ def test_a_tensor_is_compared_on_all_ranks_that_have_it(tmp_path):
 def test_dtensors_of_several_meshes_that_differ_are_refused(tmp_path, kind, where):
     """Two meshes of two ranks each have all tensors, without a dimension of the mesh for the two copies."""
     rank, mesh = dist.get_rank(), init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "fsdp"))["fsdp"]
-    state = with_momentum(mesh)
-    weight, momentum = state.model.weight, state.optimizer.state[state.model.weight]["momentum_buffer"]
+    state, weight, momentum = with_momentum(mesh)
     changed = {"weight": weight, "moment": momentum}[where].detach().to_local()
     with CheckpointManager(tmp_path, state_dict_type=kind) as manager:
         manager.save(1, state)
@@ -406,7 +391,7 @@ def test_plain_torch_loads_the_copy_of_the_lowest_rank(tmp_path):
 
 @on_ranks(2)
 def test_a_damaged_table_of_copies_is_refused(tmp_path):
-    save_equal(tmp_path)
+    states.save(tmp_path, made())
     catalog = open_catalog(open_store(str(tmp_path / "step_00000001")))
     for tree in ([], {"model.loose": {"$ref": "nowhere"}}):
         with pytest.raises(CorruptCheckpointError, match="not a table of existing tensors"):
