@@ -13,7 +13,7 @@ import ckptkit
 from ckptkit import CheckpointManager, DCPReader, DCPWriter, RetentionPolicy, StateDictType, TrainState
 from ckptkit.arguments import globs, location
 from ckptkit.errors import UsageError
-from ckptkit.fsdp import FSDPConfig, FSDPStrategy
+from ckptkit.fsdp import FSDPConfig, FSDPStrategy, param_groups
 
 MODEL = torch.nn.Linear(2, 2)
 OPTIMIZER = torch.optim.AdamW(MODEL.parameters())
@@ -131,6 +131,7 @@ CALLS: Mistakes = [
     (lambda: load(optimizer=False), "optimizer=False: expected 'restore', 'skip' or 'deferred'"),
     (lambda: load(strickt=False), "load has no option 'strickt'. Known: strict"),
     (lambda: load(fallback="last"), "fallback='last': expected 'error' or 'previous'"),
+    (lambda: load(replicas="all"), "replicas='all'"),
     (lambda: DCPWriter(MODEL.state_dict()), f"url is of type OrderedDict, {LOCATION}"),
     (lambda: DCPWriter("out", workers="4"), f"workers is '4', {INTEGER} 0"),
     (lambda: DCPWriter("out", overwrite="no"), f"overwrite is 'no', {FLAG}"),
@@ -167,7 +168,20 @@ TRAINING: Mistakes = [
     (lambda: FSDPConfig.from_yaml(None), f"path is None, {LOCATION}"),
     (lambda: FSDPStrategy({"tp": 1}), "an FSDPConfig is expected, found {'tp': 1}"),
     (lambda: FSDPStrategy(FSDPConfig), "an FSDPConfig is expected, found <class"),
+    (lambda: FSDPStrategy(42), "pass seed="),
     (lambda: FSDPStrategy(seed="42"), f"seed is '42', {INTEGER} 0"),
+    (lambda: FSDPStrategy(seed=-1), f"seed is -1, {INTEGER} 0"),
+    (lambda: FSDPStrategy(micro_train_batch_size=2.0), "micro_train_batch_size is 2.0"),
+    (lambda: FSDPStrategy(micro_train_batch_size=0), "micro_train_batch_size is 0"),
+    (lambda: FSDPStrategy(train_batch_size=True), "train_batch_size is True"),
+    (lambda: FSDPStrategy(norm_type=0.5), "norm type p is 0.5"),
+    (lambda: FSDPStrategy(error_if_nonfinite="no"), f"error_if_nonfinite is 'no', {FLAG}"),
+    (lambda: FSDPStrategy(FSDPConfig(mixed_precision="fp16"), error_if_nonfinite=True), "conflicts with"),
+    (lambda: FSDPStrategy().create_optimizer(MODEL, lr=1, eps=1, factory=torch.optim.SGD), "lr, eps would have no"),
+    (lambda: FSDPStrategy().create_optimizer(MODEL, factory=list), "optimizer is of type list, expected"),
+    (lambda: param_groups(MODEL, no_decay="bias"), "no_decay"),
+    (lambda: param_groups(MODEL, no_decay=None), "no_decay"),
+    *((lambda item=item: param_groups(MODEL, no_decay=[item]), "no_decay") for item in (1, "", int)),
     (lambda: FSDPStrategy(max_norm="1.0"), "max_norm is '1.0'; it must be 0 or None"),
     (lambda: FSDPStrategy(sync_every_micro_batch="no"), f"sync_every_micro_batch is 'no', {FLAG}"),
     (lambda: accelerate("run", "run"), "accelerator is 'run', expected an Accelerator"),

@@ -42,10 +42,8 @@ def test_keys_and_strings_of_oumi_are_accepted():
         "auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "transformer_layer_cls": "LlamaDecoderLayer, QwenBlock",
         "min_num_params": 5, "sync_module_states": False, "use_orig_params": True,
     })  # fmt: skip
-    assert config.sharding_strategy is ShardingStrategy.HYBRID_SHARD
-    assert config.offload == "params"
-    assert config.state_dict_type == "FULL"
-    assert config.transformer_layer_cls == ("LlamaDecoderLayer", "QwenBlock")
+    found = config.sharding_strategy, config.offload, config.state_dict_type, config.transformer_layer_cls
+    assert found == (ShardingStrategy.HYBRID_SHARD, "params", "FULL", ("LlamaDecoderLayer", "QwenBlock"))
 
 
 def test_torch_enums_are_accepted():
@@ -217,17 +215,13 @@ def test_accelerate_reads_the_environment_variables_correctly(monkeypatch):
     for name, value in config.to_accelerate_env().items():
         monkeypatch.setenv(name, value)
     plugin = accelerate.FullyShardedDataParallelPlugin()
-    assert plugin.fsdp_version == 2
-    assert plugin.reshard_after_forward is False
-    assert plugin.min_num_params == 77
-    assert plugin.cpu_offload.pin_memory is not None
-    assert plugin.state_dict_type.name == "SHARDED_STATE_DICT"
+    assert (plugin.fsdp_version, plugin.reshard_after_forward, plugin.min_num_params) == (2, False, 77)
+    assert plugin.cpu_offload.pin_memory is not None and plugin.state_dict_type.name == "SHARDED_STATE_DICT"
 
 
 def test_numbers_and_lower_case_of_accelerate_are_accepted_and_other_flags_refused():
     config = FSDPConfig.from_accelerate_env({"FSDP_SHARDING_STRATEGY": "2", "FSDP_AUTO_WRAP_POLICY": "no_wrap"})
-    assert config.sharding_strategy is ShardingStrategy.SHARD_GRAD_OP
-    assert config.auto_wrap_policy is WrapPolicy.NO_WRAP
-    assert config.enable_fsdp is False
+    found = config.sharding_strategy, config.auto_wrap_policy, config.enable_fsdp
+    assert found == (ShardingStrategy.SHARD_GRAD_OP, WrapPolicy.NO_WRAP, False)
     with pytest.raises(UsageError, match="ACCELERATE_USE_FSDP is 'maybe'"):
         FSDPConfig.from_accelerate_env({"ACCELERATE_USE_FSDP": "maybe"})

@@ -17,33 +17,31 @@ from tests.checkpoint.jobs import numbers
 from tests.fsdp import models
 from tests.ranks import on_ranks
 
+TYPES = ("FULL", "SHARDED", "LOCAL")
+LOADS = [  # what saves, and what loads: a sharding strategy and a state-dict type each
+    *((("FULL_SHARD", source), [("FULL_SHARD", target) for target in TYPES]) for source in TYPES),
+    (("FULL_SHARD", "SHARDED"), [("HYBRID_SHARD", "SHARDED")]),
+    (("SHARD_GRAD_OP", "SHARDED"), [("HYBRID_SHARD_ZERO2", "SHARDED")]),
+    (("HYBRID_SHARD", "SHARDED"), [("NO_SHARD", "SHARDED")]),
+    (("HYBRID_SHARD_ZERO2", "SHARDED"), [("FULL_SHARD", "SHARDED")]),
+    (("NO_SHARD", "SHARDED"), [("SHARD_GRAD_OP", "SHARDED")]),
+]
 
-def check_loads(folder: Path, source: tuple[str, str], targets: list[tuple[str, str]]) -> None:
-    """Save with one strategy and state-dict type; load with others."""
 
+@pytest.mark.parametrize(("source", "targets"), LOADS)
+@on_ranks(4)
+def test_runs_of_every_strategy_and_state_dict_type_load_each_other(tmp_path, source, targets):
     def prepared(how: tuple[str, str], seed: int) -> Any:
         config = {"sharding_strategy": how[0], "state_dict_type": how[1], **models.STRATEGIES[how[0]]}
         return models.prepared(config, models.tied, seed=seed, lr=1e-2)
 
     facade, model, optimizer = prepared(source, 1)
     models.train_sharded(model, facade, optimizer, range(2))
-    facade.save_ckpt(model, folder, optimizer=optimizer)
+    facade.save_ckpt(model, tmp_path, optimizer=optimizer)
     for target in targets:
         facade, again, other = prepared(target, 2)
-        facade.load_ckpt(again, folder, other)
+        facade.load_ckpt(again, tmp_path, other)
         assert states.different(numbers(again, other), numbers(model, optimizer)) == []
-
-
-@pytest.mark.parametrize(("source", "target"), [
-    ("FULL_SHARD", "HYBRID_SHARD"),
-    ("SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2"),
-    ("HYBRID_SHARD", "NO_SHARD"),
-    ("HYBRID_SHARD_ZERO2", "FULL_SHARD"),
-    ("NO_SHARD", "SHARD_GRAD_OP"),
-])  # fmt: skip
-@on_ranks(4)
-def test_any_strategy_loads_what_another_saved(tmp_path, source, target):
-    check_loads(tmp_path, (source, "SHARDED"), [(target, "SHARDED")])
 
 
 PLAIN = {"fp32": {}, "bf16": {"mixed_precision": "bf16"}, "hybrid": {"sharding_strategy": "HYBRID_SHARD", "shard": 1}}
@@ -63,12 +61,6 @@ def test_plain_torch_restores_a_model_and_an_optimizer_with_named_parameters(tmp
     assert states.different(numbers(again, other), numbers(model, optimizer)) == []
     assert [(group["lr"], group["weight_decay"]) for group in other.param_groups] == [(1e-2, 0.1), (1e-2, 0.0)]
     assert "embed.weight" in other.param_groups[0]["param_names"]
-
-
-@pytest.mark.parametrize("source", ["FULL", "SHARDED", "LOCAL"])
-@on_ranks(4)
-def test_runs_of_every_state_dict_type_load_each_other(tmp_path, source):
-    check_loads(tmp_path, ("FULL_SHARD", source), [("FULL_SHARD", kind) for kind in ("FULL", "SHARDED", "LOCAL")])
 
 
 def options_prepared(kind: str, seed: int, columns: bool) -> Any:

@@ -1,5 +1,7 @@
 """Dtypes of storage, compute and reduction."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -90,12 +92,11 @@ def test_a_model_in_fp64_trains_in_fp64(config):
     """Train on a part of the batch per rank, and in one process on all of it."""
     generator = torch.Generator().manual_seed(4)
     batch = torch.randn(3, 4, 6, generator=generator, dtype=torch.float64) / 3
-    model, plain = (models.made(Doubled).double() for _ in range(2))
-    config = FSDPConfig(auto_wrap_policy="BLOCKS", **config)
-    strategy = FSDPStrategy(config, max_norm=0.01, train_batch_size=4, micro_train_batch_size=1)
-    strategy.prepare_model(model)
-    optimizer = strategy.create_optimizer(model, factory=lambda groups: torch.optim.SGD(groups, lr=0.3))
-    other = torch.optim.SGD(plain.parameters(), lr=0.3)
+    make, options = partial(torch.optim.SGD, lr=0.3), {"max_norm": 0.01, "train_batch_size": 4}
+    config = {"auto_wrap_policy": "BLOCKS", **config}
+    strategy, model, optimizer = models.prepared(config, lambda: Doubled().double(), factory=make, **options)
+    plain = models.made(Doubled).double()
+    other = make(plain.parameters())
     for step in batch:
         for sample in models.part(step, 2, dist.get_rank()):
             strategy.backward(model(sample[None]).square().mean(), model, optimizer)

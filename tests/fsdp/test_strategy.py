@@ -120,17 +120,6 @@ def test_every_optimizer_clips_its_own_model_to_one_joint_norm():
 
 
 @on_ranks(2)
-def test_gradients_are_reduced_only_in_the_last_backward_or_in_every_one():
-    for every in (False, True):
-        config = {"auto_wrap_policy": "NO_WRAP"}
-        strategy, model, optimizer = models.prepared(config, train_batch_size=8, sync_every_micro_batch=every)
-        for index in range(4):
-            strategy.backward(models.loss_of(model, models.batch(index)), model, optimizer)
-            assert all(p.grad is not None for p in model.parameters()) == (every or index == 3)
-            assert strategy.optimizer_step(optimizer, model) == (index == 3)
-
-
-@on_ranks(2)
 def test_swapped_arguments_are_refused_by_name(tmp_path):
     strategy, model, optimizer = models.prepared(train_batch_size=4)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1.0)
@@ -164,22 +153,6 @@ def test_swapped_arguments_are_refused_by_name(tmp_path):
             call()
     assert os.listdir(tmp_path) == []
     models.assert_equal(models.weights(model), before)
-
-
-@pytest.mark.parametrize(("options", "message"), [
-    ({"config": {"tp": 2}}, "from_dict"),
-    ({"config": 42}, "pass seed="),
-    ({"micro_train_batch_size": 2.0}, "micro_train_batch_size is 2.0"),
-    ({"micro_train_batch_size": 0}, "micro_train_batch_size is 0"),
-    ({"train_batch_size": True}, "train_batch_size is True"),
-    ({"norm_type": 0.5}, "norm type p is 0.5"),
-    ({"error_if_nonfinite": "no"}, "error_if_nonfinite is 'no'"),
-    ({"error_if_nonfinite": True, "config": FSDPConfig(mixed_precision="fp16")}, "conflicts with"),
-    *(({"seed": seed}, "seed is") for seed in (-1, "7")),
-])  # fmt: skip
-def test_impossible_options_are_refused_at_once(options, message):
-    with pytest.raises(UsageError, match=message):
-        FSDPStrategy(**options)
 
 
 @on_ranks(2)
@@ -259,7 +232,10 @@ def test_optimizers_of_one_model_step_in_the_same_window():
 ], ids=["fp32", "fp16", "master"])  # fmt: skip
 @on_ranks(2)
 def test_the_last_accumulation_window_may_be_shorter(config, tolerance, every):
-    """End the window after two of four backward passes, and compare with one process on the same samples."""
+    """End the window after two of four backward passes, and compare with one process on the same samples.
+
+    Gradients are reduced in the last pass, or in each.
+    """
     strategy, model, optimizer = models.prepared(
         config, factory=SGD, max_norm=1.0, train_batch_size=8, sync_every_micro_batch=every
     )
@@ -270,6 +246,7 @@ def test_the_last_accumulation_window_may_be_shorter(config, tolerance, every):
         for index in range(2):
             tokens = models.batch(2 * window + index)
             strategy.backward(models.loss_of(model, tokens), model, optimizer, last=index == 1)
+            assert all(parameter.grad is not None for parameter in model.parameters()) == (every or index == 1)
             strategy.optimizer_step(optimizer, model)
             assert strategy.last_outcome == ("stepped" if index else "accumulating")
             losses.append(models.loss_of(plain, tokens) / 2)
@@ -451,18 +428,6 @@ def test_a_resumed_run_continues_bit_for_bit(ranks, tmp_path, kind, build):
         assert drawn_later == drawn
 
 
-@pytest.mark.parametrize("kind", ["mixed", "master", "hsdp"])
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_a_run_resumes_on_another_number_of_ranks(ranks, tmp_path, kind, size):
-    losses, weights, _ = ranks.run(_save, 4, tmp_path, CONFIGS[kind], models.tied)[0]
-    config = {} if kind == "hsdp" else CONFIGS[kind]
-    resumed, found, _ = ranks.run(_resume, size, tmp_path, config, models.tied)[0]
-    # three ranks divide by a factor that rounds; powers of two do not
-    assert resumed == pytest.approx(losses, abs=2e-3 if size == 3 else 1e-6)
-    for name in weights:
-        assert torch.allclose(found[name].float(), weights[name].float(), atol=2e-2 if size == 3 else 1e-6), name
-
-
 @on_ranks(2)
 def test_requested_state_must_exist_unless_its_flag_is_off(tmp_path):
     parts = strategy, model, optimizer, scheduler = session()
@@ -475,10 +440,6 @@ def test_requested_state_must_exist_unless_its_flag_is_off(tmp_path):
     with pytest.raises(CkptkitError, match="scheduler"):
         strategy.load_ckpt(model, tmp_path, scheduler=scheduler)
     strategy.load_ckpt(model, tmp_path, scheduler=scheduler, load_lr_scheduler_states=False)
-    model.lm_head = nn.Linear(2, 2)
-    model.extra = nn.Linear(2, 2)
-    with pytest.raises(CheckpointMismatchError, match="extra"):
-        strategy.load_ckpt(model, tmp_path)
 
 
 @on_ranks(2)
@@ -497,25 +458,21 @@ def test_an_incomplete_copy_is_an_error_unless_start_fresh_allows_it(tmp_path):
 
 @on_ranks(2)
 def test_rotation_counts_committed_checkpoints_by_step(tmp_path):
+    """It also keeps the checkpoint that the job resumed from."""
+
+    def kept():
+        dist.barrier()  # rank 0 deletes after the save
+        return sorted(int(path.name[11:]) for path in tmp_path.glob("global_step*"))
+
     (tmp_path / "tensorboard").mkdir(exist_ok=True)
     strategy, model, _, _ = session()
     for step in (1, 2, 3, 10, 10):
         strategy.save_ckpt(model, tmp_path, f"global_step{step}", max_num=2)
-    dist.barrier()  # rank 0 deletes after the save
-    assert sorted(path.name for path in tmp_path.glob("global*")) == ["global_step10", "global_step3"]
-    assert (tmp_path / "tensorboard").exists()
-
-
-@on_ranks(2)
-def test_rotation_keeps_the_checkpoint_that_the_job_resumed_from(tmp_path):
-    strategy, model, _, _ = session()
-    for step in (1, 2):
-        strategy.save_ckpt(model, tmp_path, step=step)
-    strategy.load_ckpt(model, tmp_path, which=1)
-    for step in (3, 4):
-        strategy.save_ckpt(model, tmp_path, step=step, max_num=1)
-    dist.barrier()  # rank 0 deletes after the save
-    assert sorted(path.name for path in tmp_path.glob("step_*")) == ["step_00000001", "step_00000004"]
+    assert kept() == [3, 10] and (tmp_path / "tensorboard").exists()
+    strategy.load_ckpt(model, tmp_path, which=3)
+    for step in (11, 12):
+        strategy.save_ckpt(model, tmp_path, f"global_step{step}", max_num=1)
+    assert kept() == [3, 12]
 
 
 @on_ranks(2)
@@ -712,33 +669,28 @@ def test_without_strict_matching_weights_are_loaded(tmp_path):
 
 # LightRFT's methods and the order of their arguments (strategy_base.py, fsdpv2.py).
 VERBS = {
-    "init_model_context": ["meta_init"],
-    "prepare_model": ["model", "is_training", "shard_size", "reshard_after_forward"],
-    "create_optimizer": ["model"],
-    "backward": ["loss", "model", "optimizer"],
-    "optimizer_step": ["optimizer", "model", "scheduler", "name"],
-    "maybe_offload_optimizer": ["optimizer"],
-    "maybe_load_optimizer": ["optimizer"],
-    "offload_model": ["models", "empty_cache"],
-    "reload_model": ["models"],
-    "unwrap_model": ["model"],
-    "is_mp_optimizer": ["optimizer"],
-    "save_ckpt": [
-        "model", "save_dir", "tag", "max_num", "max_mem", "client_state", "save_latest", "optimizer", "scheduler"
-    ],
-    "load_ckpt": [
-        "model", "load_dir", "optimizer", "scheduler", "load_module_strict", "load_optimizer_states",
-        "load_lr_scheduler_states",
-    ],
-    "save_model": ["model", "tokenizer", "output_dir"],
-}  # fmt: skip
+    "init_model_context": "meta_init",
+    "prepare_model": "model is_training shard_size reshard_after_forward",
+    "create_optimizer": "model",
+    "backward": "loss model optimizer",
+    "optimizer_step": "optimizer model scheduler name",
+    "maybe_offload_optimizer": "optimizer",
+    "maybe_load_optimizer": "optimizer",
+    "offload_model": "models empty_cache",
+    "reload_model": "models",
+    "unwrap_model": "model",
+    "is_mp_optimizer": "optimizer",
+    "save_ckpt": "model save_dir tag max_num max_mem client_state save_latest optimizer scheduler",
+    "load_ckpt": "model load_dir optimizer scheduler load_module_strict load_optimizer_states load_lr_scheduler_states",
+    "save_model": "model tokenizer output_dir",
+}
 
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_methods_take_their_arguments_in_the_order_of_lightrft(verb):
     parameters = inspect.signature(getattr(FSDPStrategy, verb)).parameters.values()
     positional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD and p.name != "self"]
-    assert positional == VERBS[verb]
+    assert positional == VERBS[verb].split()
     defaults = {p.name: p.default for p in parameters}
     if verb == "save_ckpt":
         given = [defaults[name] for name in ("tag", "max_num", "max_mem", "save_latest")]

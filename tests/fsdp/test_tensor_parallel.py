@@ -19,9 +19,9 @@ def _run(build, plan=None, max_norm=0.0):
 def test_a_transformers_plan_equals_a_single_process(ranks, world_size):
     results = ranks.run(_run, world_size, models.llama, None, 0.1)
     check(results)
-    assert results[0]["meshes"]["model.layers.0.mlp.up_proj.weight"] == ("shard", "tp")
-    assert results[0]["meshes"]["lm_head.weight"] == ("shard", "tp")
-    assert results[0]["meshes"]["model.norm.weight"] == ("shard",)
+    both, one = ("shard", "tp"), ("shard",)
+    expected = {"model.layers.0.mlp.up_proj.weight": both, "lm_head.weight": both, "model.norm.weight": one}
+    assert expected.items() <= results[0]["meshes"].items()
 
 
 def test_a_tied_head_is_not_sharded_by_tp_and_stays_tied(ranks):

@@ -128,14 +128,6 @@ def test_enable_fsdp_false_leaves_the_model_unchanged():
     assert units(model) == []
 
 
-@pytest.mark.parametrize("heads", [False, True])
-@on_ranks(2)
-def test_tied_weights_stay_tied(heads):
-    strategy, model, optimizer = models.prepared({"wrap_lm_head": heads}, models.tied_llama)
-    models.train_sharded(model, strategy, optimizer)
-    assert model.lm_head.weight is model.model.embed_tokens.weight
-
-
 class _Encoder(models.Block):
     def encode(self, x):
         return self.norm(self.forward(x))
