@@ -10,6 +10,7 @@ import torch
 
 from ckptkit import open_checkpoint
 from ckptkit.errors import CheckpointMismatchError, UsageError
+from tests.checkpoint.jobs import numbers
 from tests.checkpoint.states import bits
 from tests.fsdp import models
 from tests.ranks import logged, on_ranks
@@ -40,10 +41,6 @@ def _made(fabric, seed):
     return {"model": model, "optimizer": optimizer, "schedule": schedule, "step": 0}
 
 
-def _weights(model):
-    return {name: models.whole(value) for name, value in model.state_dict().items()}
-
-
 def _trained(fabric, state, steps):
     """Accumulate over two passes without communication, clip, step."""
     for step in range(state["step"], steps):
@@ -55,7 +52,7 @@ def _trained(fabric, state, steps):
         state["schedule"].step()
         state["optimizer"].zero_grad()
         state["step"] = step + 1
-    return _weights(state["model"]), [group["lr"] for group in state["optimizer"].param_groups]
+    return models.weights(state["model"]), [group["lr"] for group in state["optimizer"].param_groups]
 
 
 @pytest.mark.parametrize("strategy", ["fsdp2", "fsdp2_full", "fsdp2_cpu_offload"])
@@ -85,7 +82,8 @@ def test_a_filter_saves_a_part_of_a_module_which_only_a_load_that_is_not_strict_
     with pytest.raises(CheckpointMismatchError, match="missing"):
         fabric.load(f"{tmp_path}/head", {"model": second["model"]})
     fabric.load(f"{tmp_path}/head", {"model": second["model"]}, strict=False)
-    found, saved, own = (_weights(model) for model in (second["model"], first["model"], models.made(models.untied, 2)))
+    live = second["model"], first["model"], models.made(models.untied, 2)
+    found, saved, own = (models.weights(model) for model in live)
     assert bits(found) == bits({name: (saved if "head" in name else own)[name] for name in found})
 
 
@@ -144,7 +142,7 @@ def test_a_checkpoint_of_fabrics_own_strategy_is_loaded(tmp_path):
     state.pop("schedule")
     assert fabric.load(f"{tmp_path}/theirs", state) is not None
     assert (state["step"], {values["step"].item() for values in state["optimizer"].state.values()}) == (7, {1.0})
-    assert bits(_weights(state["model"])) == bits(_weights(theirs["model"]))
+    assert bits(models.weights(state["model"])) == bits(models.weights(theirs["model"]))
 
 
 MODELS = ("generator", "critic")
@@ -159,15 +157,11 @@ def _two(fabric, seed):
     return state
 
 
-def _all(state):
-    moments = {
-        key: [models.whole(s["momentum_buffer"]) for s in state[f"{key}_optimizer"].state.values()] for key in MODELS
-    }
-    return bits(({key: _weights(state[key]) for key in MODELS}, moments))
-
-
 @on_ranks(2, 1)
 def test_one_of_several_modules_loads_with_its_optimizer(tmp_path):
+    def both_of(state):
+        return {key: numbers(state[key], state[f"{key}_optimizer"]) for key in MODELS}
+
     fabric = _fabric()
     if torch.distributed.get_world_size() == 2:
         state = _two(fabric, 1)
@@ -175,14 +169,15 @@ def test_one_of_several_modules_loads_with_its_optimizer(tmp_path):
             fabric.backward(models.loss_of(state[key], models.batch(0)))
             state[f"{key}_optimizer"].step()
         fabric.save(f"{tmp_path}/both", {**state, "step": 3})
-        torch.save(_all(state), tmp_path / f"all-{os.environ['RANK']}.pt")
+        torch.save(both_of(state), tmp_path / f"both-{os.environ['RANK']}.pt")
     state, alone = _two(fabric, 5), _two(fabric, 7)
     for key in MODELS:
         chosen = {name: value for name, value in state.items() if name.startswith(key)}
         assert fabric.load(f"{tmp_path}/both", chosen) == {"step": 3}
-    assert _all(state) == torch.load(tmp_path / "all-0.pt", weights_only=False)
+    assert both_of(state) == torch.load(tmp_path / "both-0.pt", weights_only=False)
     fabric.load(f"{tmp_path}/both", {"critic": alone["critic"]})
-    assert bits(_weights(alone["critic"])) == bits(_weights(state["critic"])) and not alone["critic_optimizer"].state
+    models.assert_equal(models.weights(alone["critic"]), models.weights(state["critic"]))
+    assert not alone["critic_optimizer"].state
 
 
 def _with_data(seed):

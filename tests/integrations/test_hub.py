@@ -34,19 +34,23 @@ def settings(hub: Hub) -> dict[str, str]:
     return {"HF_ENDPOINT": hub.url, "HF_TOKEN": "hf_test", "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0"}
 
 
-def push(hub: Hub, *args: str) -> subprocess.CompletedProcess[str]:
-    """Run `ckptkit push` in a separate process, because huggingface_hub reads its endpoint at import."""
+def push(hub: Hub, *args: str, code: int = 0) -> str:
+    """Run `ckptkit push` in a separate process, because huggingface_hub reads its endpoint at import.
+
+    Check its exit code; return what it printed to stderr.
+    """
     environment = {**os.environ, **settings(hub)}
     command = [sys.executable, "-m", "ckptkit", "push", *args]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == code, done.stderr
+    return done.stderr
 
 
 def test_a_push_uploads_every_visible_file_of_an_export_with_its_model_card(hub, zoo, tmp_path):
     convert(str(zoo / "hf_ref_llama_untied"), str(tmp_path / "out"), to="hf")
     expected = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
     (tmp_path / "out" / ".hidden").write_text("secret")
-    done = push(hub, str(tmp_path / "out"), "me/model")
-    assert done.returncode == 0, done.stderr
+    push(hub, str(tmp_path / "out"), "me/model")
     assert hub.files == expected
     assert b"library_name" in hub.files["README.md"]
 
@@ -55,19 +59,15 @@ def test_a_push_uploads_every_visible_file_of_an_export_with_its_model_card(hub,
 @pytest.mark.parametrize("request_of", ["/repos/create", "/preupload/", "/objects/batch", "/commit/"])
 def test_a_push_retries_after_a_temporary_failure_of_the_hub(hub, export, request_of, status):
     hub.busy[request_of] = status
-    done = push(hub, str(export), "me/model")
-    assert done.returncode == 0, done.stderr
+    push(hub, str(export), "me/model")
     assert sorted(hub.files) == ["config.json", "model.safetensors"]
     assert not hub.busy
 
 
 def test_a_denied_push_exits_with_1(hub, export):
     hub.denied = True
-    done = push(hub, str(export), "me/model")
-    assert done.returncode == 1
-    assert "me/model" in done.stderr
-    assert "Traceback" not in done.stderr
-    assert "hf_test" not in done.stderr
+    said = push(hub, str(export), "me/model", code=1)
+    assert "me/model" in said and "Traceback" not in said and "hf_test" not in said
 
 
 @pytest.mark.parametrize("damage", ["missing", "truncated"])
@@ -76,18 +76,15 @@ def test_a_damaged_export_is_not_pushed(hub, zoo, tmp_path, damage):
     first = min((tmp_path / "out").glob("*.safetensors"))
     data = first.read_bytes()
     first.unlink() if damage == "missing" else first.write_bytes(data[:-100])
-    done = push(hub, str(tmp_path / "out"), "me/model")
-    assert done.returncode == 1 and not hub.files
-    assert first.name in done.stderr
+    assert first.name in push(hub, str(tmp_path / "out"), "me/model", code=1) and not hub.files
 
 
 def test_what_cannot_be_pushed_is_an_error(hub, export, tmp_path):
     (tmp_path / "empty").mkdir()
-    assert push(hub, str(tmp_path / "empty"), "me/model").returncode == 1
-    missing = push(hub, str(tmp_path / "exprot"), "me/model")
-    assert missing.returncode == 1
-    assert missing.stderr == f"Error: {tmp_path}/exprot does not exist. Did you mean {tmp_path}/export?\n"
-    assert push(hub, str(export), "not a repo!").returncode == 2  # wrong usage
+    push(hub, str(tmp_path / "empty"), "me/model", code=1)
+    missing = push(hub, str(tmp_path / "exprot"), "me/model", code=1)
+    assert missing == f"Error: {tmp_path}/exprot does not exist. Did you mean {tmp_path}/export?\n"
+    push(hub, str(export), "not a repo!", code=2)  # wrong usage
     assert hub.files == {}
 
 

@@ -4,6 +4,7 @@ import contextlib
 import os
 import signal
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -221,16 +222,10 @@ def test_a_run_stopped_by_a_signal_on_all_ranks_resumes_bit_equal(tmp_path, case
     continues(folder, "auto" if ranks == 1 else "ddp", stopping(folder / "c"), At(*at), **limits)
 
 
-class Average(EMAWeightAveraging):
-    """Validates the averaged weights: it exchanges them with the trained ones at the validation's start and end."""
-
-    def __init__(self) -> None:
-        super().__init__(decay=0.5)
-
-
 SPECIAL: dict[str, tuple[Any, dict[str, Any]]] = {
     "steps its optimizers itself": (FSDP2Strategy, {"module": Two}),
-    "averages its weights": ("ddp", {"more": Average}),
+    # The averaged and the trained weights are exchanged at the start and at the end of a validation.
+    "averages its weights": ("ddp", {"more": partial(EMAWeightAveraging, decay=0.5)}),
 }
 
 

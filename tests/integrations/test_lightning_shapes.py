@@ -2,7 +2,7 @@
 
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -191,14 +191,14 @@ def test_checkpointed_activations_are_computed_again_and_do_not_change_names(tmp
 class Meta(Lit):
     """Creates its network in configure_model, as Lightning recommends, on the meta device."""
 
-    def __init__(self) -> None:
+    def __init__(self, make: Callable[[], nn.Module] = Net) -> None:
         pl.LightningModule.__init__(self)
-        self.model = None
+        self.make, self.model = make, None
 
     def configure_model(self) -> None:
         if self.model is None:
             with torch.device("meta"):
-                self.model = Net()
+                self.model = self.make()
 
 
 class Scale(nn.Module):
@@ -210,14 +210,6 @@ class Scale(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x * self.scale
-
-
-class Scaled(Meta):
-    def configure_model(self) -> None:
-        if self.model is None:
-            super().configure_model()
-            with torch.device("meta"):
-                self.model = nn.Sequential(Scale(), self.model)
 
 
 @on_ranks(2)
@@ -241,7 +233,8 @@ def test_a_model_created_under_init_module_gets_its_values(tmp_path):
 def test_modules_without_reset_parameters_are_listed_in_a_warning(tmp_path):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        trainer_of(tmp_path, FSDP2Strategy()).fit(Scaled(), loader())
+        module = Meta(lambda: nn.Sequential(Scale(), Net()))
+        trainer_of(tmp_path, FSDP2Strategy()).fit(module, loader())
     warned = [str(item.message) for item in caught if "reset_parameters" in str(item.message)]
     if dist.get_rank() == 0:
         assert len(warned) == 1 and "Scale (0.scale)" in warned[0]

@@ -57,8 +57,8 @@ def managed(folder: Any) -> Any:
 
 
 def test_the_newest_checkpoint_is_found_if_no_name_has_a_step(tmp_path):
-    for step, tag in ((1, "loss=0.5"), (2, "loss=0.4")):
-        with CheckpointManager(tmp_path) as manager:
+    with CheckpointManager(tmp_path) as manager:
+        for step, tag in ((1, "loss=0.5"), (2, "loss=0.4")):
             manager.save(step, linear(), tag=tag)
     (tmp_path / "latest").unlink()  # only a hint
     assert managed(tmp_path)._newest(str(tmp_path)) == {f"{tmp_path}/loss=0.4"}

@@ -144,12 +144,6 @@ def test_every_field_of_the_config_has_a_test():
     assert {field.name for field in dataclasses.fields(Config)} == tried
 
 
-def test_an_unknown_option_is_an_error(tmp_path):
-    state = small()
-    with pytest.raises(UsageError, match="no_such_option"):
-        TorchtitanCheckpointer({"no_such_option": 1}, **parts_of(state), url=str(tmp_path))
-
-
 def test_only_the_model_of_a_seed_checkpoint_is_loaded(tmp_path):
     with closing(newest(tmp_path, create_seed_checkpoint=True)) as seed:
         seed.save(curr_step=0, last_step=True)

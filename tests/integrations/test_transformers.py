@@ -11,6 +11,8 @@ import transformers  # only the package: its parts are loaded when needed, and a
 
 from ckptkit import CheckpointManager, RetentionPolicy, TrainState, open_checkpoint
 from ckptkit.errors import CheckpointMismatchError, UsageError
+from tests.checkpoint import states
+from tests.checkpoint.saving import steps
 from tests.lazy import LazyModule
 
 integration = LazyModule("ckptkit.integrations.transformers")
@@ -77,10 +79,6 @@ def same_weights(model: Any, other: Any) -> bool:
     return all(torch.equal(mine, theirs) for mine, theirs in zip(model.parameters(), other.parameters(), strict=True))
 
 
-def steps_in(folder: Path) -> list[int]:
-    return sorted(int(path.name[5:]) for path in folder.glob("step_*"))
-
-
 @pytest.mark.parametrize("at", [3, 5])  # in the middle of an epoch of 5 steps, and at its end
 def test_a_resumed_run_is_bit_equal_to_an_uninterrupted_one(place, at, tmp_path):
     url, options = place
@@ -88,11 +86,8 @@ def test_a_resumed_run_is_bit_equal_to_an_uninterrupted_one(place, at, tmp_path)
     trained(tmp_path, stopping(url, at, save_steps=at, **options))
     callback = integration.CheckpointCallback(url, export=tmp_path / "export", **options)
     resumed = trained(tmp_path, callback)
-    assert callback.loaded.step == at
-    assert resumed.state.global_step == 8
-    assert same_weights(resumed.model, straight.model)
-    moments = zip(resumed.optimizer.optimizer.state.values(), straight.optimizer.optimizer.state.values(), strict=True)
-    assert all(torch.equal(a["exp_avg_sq"], b["exp_avg_sq"]) for a, b in moments)
+    assert (callback.loaded.step, resumed.state.global_step) == (at, 8)
+    states.check_resumed(resumed, straight)
     assert resumed.lr_scheduler.state_dict() == straight.lr_scheduler.state_dict()
     losses = [[entry["loss"] for entry in t.state.log_history if "loss" in entry] for t in (resumed, straight)]
     assert losses[0] == losses[1]
@@ -106,7 +101,7 @@ def test_old_checkpoints_are_removed(tmp_path, policy):
     kept = {"retention": RetentionPolicy(max_num=2)} if policy == "of the callback" else {}
     callback = integration.CheckpointCallback(tmp_path / "run", save_steps=2, background=True, **kept)
     trained(tmp_path, callback, **({} if kept else {"save_total_limit": 2}))
-    assert steps_in(tmp_path / "run") == [6, 8]
+    assert steps(tmp_path / "run") == [6, 8]
     assert open_checkpoint(str(tmp_path / "run")).step == 8
     assert not list((tmp_path / "out").glob("checkpoint-*"))
 
@@ -123,7 +118,7 @@ def test_the_best_model_is_kept_and_loaded_at_the_end(tmp_path):
     losses = {e["step"]: e["eval_loss"] for e in trainer.state.log_history if "eval_loss" in e}
     best = max(losses, key=losses.get)
     assert best != max(losses), "the best must not be the newest here"
-    assert steps_in(tmp_path / "run") == sorted({best, 8})
+    assert steps(tmp_path / "run") == sorted({best, 8})
     assert trainer.evaluate()["eval_loss"] == losses[best]
 
 
@@ -192,7 +187,7 @@ def test_a_finished_run_is_not_trained_further(tmp_path):
     for _ in range(2):
         trainer = trained(tmp_path, integration.CheckpointCallback(tmp_path / "run", save_steps=4))
     assert trainer.state.global_step == 8
-    assert steps_in(tmp_path / "run") == [4, 8]
+    assert steps(tmp_path / "run") == [4, 8]
 
 
 @pytest.mark.parametrize("place", ["out", "run"])  # the Trainer's directory, and another one
@@ -284,8 +279,7 @@ def test_checkpoints_written_by_a_trainer_are_resumed_from(tmp_path, build):
     shutil.rmtree(tmp_path / "old" / "out" / "checkpoint-8")
     callback = integration.CheckpointCallback(tmp_path / "old" / "out", save_steps=100)
     resumed = trained(tmp_path, callback, build(), weight_decay=0.1)
-    assert callback.loaded.step == 4
-    assert resumed.state.global_step == 8
+    assert (callback.loaded.step, resumed.state.global_step) == (4, 8)
     assert same_weights(straight.model, resumed.model)
 
 
@@ -298,28 +292,19 @@ def test_a_trainer_does_not_start_fresh_over_another_systems_checkpoint(zoo, tmp
 def test_a_checkpoint_of_a_trainer_with_experts_is_restored_with_its_optimizer(tmp_path):
     """The file has one tensor for each expert, while the model and its optimizer have all of them in one tensor."""
 
-    def made(seed: int) -> tuple[Any, Any]:
+    def made(seed: int, steps: int) -> TrainState:
         torch.manual_seed(seed)
         config = transformers.Qwen3MoeConfig(
             vocab_size=32, hidden_size=8, intermediate_size=12, moe_intermediate_size=4, num_hidden_layers=2,
             num_attention_heads=2, num_key_value_heads=1, head_dim=4, num_experts=3, num_experts_per_tok=2,
         )  # fmt: skip
-        model = transformers.Qwen3MoeForCausalLM(config)
-        return model, torch.optim.AdamW(model.parameters())
+        return states.trained(transformers.Qwen3MoeForCausalLM(config), steps=steps)
 
-    model, optimizer = made(0)
-    for parameter in model.parameters():
-        parameter.grad = torch.randn_like(parameter)
-    optimizer.step()
+    theirs, mine = made(0, 1), made(1, 0)
     folder = tmp_path / "out" / "checkpoint-5"
-    model.save_pretrained(folder)
-    torch.save(optimizer.state_dict(), folder / "optimizer.pt")
+    theirs.model.save_pretrained(folder)
+    torch.save(theirs.optimizer.state_dict(), folder / "optimizer.pt")
     (folder / "trainer_state.json").write_text('{"global_step": 5}')
-    other, its_optimizer = made(1)
-    state = TrainState(model=other, optimizer=its_optimizer, rng=False)
-    with CheckpointManager(tmp_path / "run") as manager:
-        report = manager.load(state, str(tmp_path / "out"))
-    assert report.step == state.step == 5 and not report.unexpected
-    for (fqn, mine), theirs in zip(model.named_parameters(), other.parameters(), strict=True):
-        assert torch.equal(mine, theirs), fqn
-        assert torch.equal(optimizer.state[mine]["exp_avg"], its_optimizer.state[theirs]["exp_avg"]), fqn
+    report = states.load(tmp_path / "run", mine, str(tmp_path / "out"))
+    assert report.step == mine.step == 5 and not report.unexpected
+    states.check_resumed(mine, theirs)
