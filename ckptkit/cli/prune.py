@@ -44,10 +44,12 @@ def command(root: str, *, dry_run: bool, as_json: bool, **options: Any) -> None:
             click.echo(f"{verb:<12}  {decision.name}  {format_size(decision.nbytes):>9}  {decision.reason}")
             if dry_run and decision.name in report.failed:
                 click.echo(f"{'':<12}  {report.failed[decision.name]}")
+        names = {decision.name for decision in report.decisions}
         for path in report.cleaned:
             if path.endswith(".owner"):
                 continue  # this owner file belongs to the staging directory on the previous line
-            click.echo(f"{'would clean' if dry_run else 'cleaned':<12}  {path}  left by a save whose process is gone")
+            how = "replaced" if path in names else "left"
+            click.echo(f"{'would clean' if dry_run else 'cleaned':<12}  {path}  {how} by a save whose process is gone")
         for path in report.kept_files:
             click.echo(f"{'would stay' if dry_run else 'stayed':<12}  {path}  no commit record names it")
         click.echo(f"{'would free' if dry_run else 'freed'} {format_size(report.freed_bytes)}")

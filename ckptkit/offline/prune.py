@@ -30,7 +30,8 @@ class PruneReport:
         decisions: For each checkpoint, whether it is kept, and why.
         deleted: The deleted checkpoints. Empty in a dry run.
         failed: The checkpoints that could not be deleted, each with the reason.
-        cleaned: The deleted leftovers of killed saves. In a dry run, those that would be deleted.
+        cleaned: The deleted leftovers of killed saves. In a dry run, those that would be deleted. The old content of a
+            checkpoint that a killed save replaced has the checkpoint's name until it is deleted.
         kept_files: Foreign files in the directories of deleted checkpoints, which were kept.
     """
 
@@ -90,10 +91,12 @@ def prune(
     ahead = look_ahead(root, view, inventory, policy, recorded=recorded)
     if ahead.policy is None and not inventory.abandoned:
         raise UsageError(f"{url} has no recorded policy to apply. Give one, for example --max-num 3.")
+    half_replaced = [item.name for item in inventory.committed if item.path != item.name]
     if dry_run:
         warn_of_excess(ahead.decisions, ahead.policy)
         kept = tuple(f"{name}/{path}" for name, paths in ahead.kept_files.items() for path in paths)
-        left = tuple(clean_leftovers(root, dry_run=True, inventory=inventory))
+        replaced = [name for name in half_replaced if view.info(name) is not None]
+        left = (*replaced, *clean_leftovers(root, dry_run=True, inventory=inventory))
         failed = {}
         if is_directory(root):
             for name in ahead.kept_files:
@@ -103,7 +106,6 @@ def prune(
                 except OSError as error:
                     failed[name] = str(error)
         return PruneReport(url, True, ahead.decisions, (), failed, left, kept)
-    half_replaced = any(item.path != item.name for item in inventory.committed)
     finished = finish_replacements(root) if half_replaced else []
     done = rotate(root, ahead.policy or RetentionPolicy(), clean=True)  # a policy without limits deletes only leftovers
     cleaned = (*finished, *done.cleaned)

@@ -305,7 +305,9 @@ def test_an_overwrite_on_nfs_that_was_killed_after_its_commit_is_finished(run, b
     if then == "save":
         save(run, 5)
     else:
-        assert any("step_00000001" in path for path in prune(str(run), policy=RetentionPolicy(max_num=9)).cleaned)
+        plan, done = (prune(str(run), policy=RetentionPolicy(max_num=9), dry_run=dry).cleaned for dry in (True, False))
+        assert len(plan) == len(done) and any(".trash-step_00000001" in path for path in done)
+        assert ("step_00000001" in plan) is before_both
     assert sorted(check(run))[:4] == [1, 2, 3, 4] and leftovers(run) == []
     assert (run / "step_00000001" / "shards" / "__0_0.distcp").stat().st_size == 500
 
