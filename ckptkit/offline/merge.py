@@ -18,6 +18,7 @@ from ckptkit.arguments import Location, check_int, globs, location, wrong
 from ckptkit.catalog.casts import cast_into, float_values, round_pairs, split_pairs
 from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.catalog.dtypes import export_dtype
+from ckptkit.catalog.targets import Target
 from ckptkit.digests import crc32
 from ckptkit.errors import (
     CheckpointMismatchError,
@@ -37,6 +38,7 @@ from ckptkit.offline.convert import Format, Output, Weights, choose, key_map_of,
 from ckptkit.offline.copying.copier import Progress
 from ckptkit.offline.copying.plan import ComputedTensor, OutputTensor
 from ckptkit.offline.export.hf import HFExport
+from ckptkit.offline.export.tied import config_ties, same_values, tied_pairs
 from ckptkit.offline.export.weights import ExportOptions, with_masters
 from ckptkit.offline.joined import join, taken_from
 from ckptkit.offline.publish import options_of_both
@@ -152,13 +154,16 @@ def merge(  # noqa: PLR0913 - one argument an option
     _refuse_parts(opened, parts)
     # Sum quantized weights in fp32, so that only the result is rounded.
     wide = replace(options, dtype="keep", dequantize="fp32")
-    named, used = [], []
+    named: list[dict[str, OutputTensor]] = []
+    used = []
     for index, (source, part) in enumerate(zip(opened, parts, strict=True)):
         dequantized = choose(source, to, wide, base, storage_options) if _is_quantized(part) else part
         named.append(_terms(index, source, part, dequantized))
         keys = dict.fromkeys(key for tensor in part.tensors for key in tensor.sources)
         used.append([source.catalog.tensors[key] for key in keys])
+    heads = _settle_heads(opened, parts, named)
     export = _combined(opened, parts, named, factors, sum_dtype, said)
+    export = replace(export, notes=(*export.notes, *heads))
     return write(", ".join(given), join(opened, used), export, options, output)
 
 
@@ -381,6 +386,36 @@ def _setting(config: Mapping[str, Any], key: str) -> Any:
     """Return a value for comparisons. Older versions of PEFT omit settings whose default is false or empty."""
     value = config.get(key) or None
     return sorted(map(str, value)) if key in _SETS and isinstance(value, list) else value
+
+
+def _settle_heads(
+    opened: Sequence[Source], parts: Sequence[HFExport], named: Sequence[dict[str, OutputTensor]]
+) -> list[str]:
+    """Give each source the same tied tensors as the last one, such as an output head. Returns notes.
+
+    If the last source has a head, a source whose config ties the head uses its embedding. If the last source's config
+    ties the head, another source's head is left out if it equals the source's embedding.
+    """
+    notes = []
+    for source, part, terms in zip(opened, parts, named, strict=True):
+        shapes = {name: tensor.shape for name, tensor in {**named[-1], **terms}.items()}
+        for head, kept in tied_pairs(shapes) if terms.keys() != named[-1].keys() else ():
+            if kept not in terms or (head in terms) == (head in named[-1]):
+                continue
+            if head not in terms and config_ties(part.config):
+                terms[head] = replace(terms[kept], name=head)
+                notes.append(f"{source.url} has no {head}: its config ties it to {kept}, which is used")
+            elif head in terms and config_ties(parts[-1].config) and _are_equal(source, part, (head, kept)):
+                del terms[head]
+                notes.append(f"{head} of {source.url} is left out: it equals {kept}, to which the last config ties it")
+    return notes
+
+
+def _are_equal(source: Source, part: HFExport, names: tuple[str, str]) -> bool:
+    """Return whether two tensors of an export are copies of source tensors with equal bytes."""
+    copies = [tensor.only_part for tensor in part.tensors if tensor.name in names and isinstance(tensor, Target)]
+    entries = [source.catalog.tensors[copy.source] for copy in copies if copy is not None]
+    return len(entries) == 2 and same_values(source.store, *entries)
 
 
 def _check_names(opened: Sequence[Source], named: Sequence[Mapping[str, OutputTensor]]) -> None:

@@ -243,6 +243,23 @@ def test_a_head_in_only_one_source_is_refused_with_a_command_that_keeps_it(tmp_p
     refused(CheckpointMismatchError, "`convert --untie` keeps both", merge, sources, tmp_path / "out")
 
 
+@pytest.mark.parametrize("head", [1.0, 0.0], ids=["tied", "own"])
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_tied_model_without_a_head_is_merged_with_one_that_has_both_names(tmp_path, order, head):
+    config = {"model_type": "llama", "tie_word_embeddings": True}
+    embedding, output = "model.embed_tokens.weight", "lm_head.weight"
+    both = {embedding: torch.ones(2, 2), output: torch.full((2, 2), head)}
+    sources = [write_model(tmp_path / "tied", {embedding: torch.full((2, 2), 3.0)}, config)]
+    sources.append(write_model(tmp_path / "both", both))
+    if order < 0 and not head:  # the result would be tied
+        refused(CheckpointMismatchError, "does not have: lm_head.weight", merge, sources[::-1], tmp_path / "out")
+        return
+    report = merge(sources[::order], str(tmp_path / "out"))
+    assert any("lm_head.weight" in note and "ties it" in note for note in report.notes)
+    expected = {embedding: torch.full((2, 2), 2.0), output: torch.full((2, 2), (head + 3) / 2)}
+    assert_same(read_model(tmp_path / "out"), expected if order > 0 else {embedding: expected[embedding]})
+
+
 def test_a_source_is_neither_given_twice_nor_replaced(sources, tmp_path):
     refused(UsageError, "is given twice", merge, [*sources, sources[0]], tmp_path / "out")
     said = "is the source: the result would replace it"
