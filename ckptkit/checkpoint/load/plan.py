@@ -171,6 +171,12 @@ def of_another_class(key: str, item: Any, objects: Mapping[str, JSON]) -> str:
     return "" if saved == here else f"saved from {saved}, here it is {here}"
 
 
+def is_class_known(key: str, objects: Mapping[str, JSON]) -> bool:
+    """Return whether the checkpoint records the class of this optimizer or scheduler. Only a ckptkit job records it."""
+    classes = objects.get("classes")
+    return isinstance(classes, Mapping) and key in classes
+
+
 def compare_scheduler(item: Any, saved: Any) -> tuple[str, bool]:
     """Compare a scheduler with a saved state whose class was not recorded.
 

@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Any
 from ckptkit.catalog.entry import Role
 from ckptkit.checkpoint.load.differences import match_tensors
 from ckptkit.checkpoint.load.options import LoadOptions
-from ckptkit.checkpoint.load.plan import LoadPlan, ObjectTarget, Planning, compare_scheduler, of_another_class
+from ckptkit.checkpoint.load.plan import (
+    LoadPlan,
+    ObjectTarget,
+    Planning,
+    compare_scheduler,
+    is_class_known,
+    of_another_class,
+)
 from ckptkit.checkpoint.save.replicas import PER_RANK
 from ckptkit.checkpoint.state.rng import shared_stream
 from ckptkit.checkpoint.state.train_state import PerRank, own_merge, section
@@ -65,8 +72,7 @@ def _object(load: Planning, kind: str, key: str, item: Any) -> None:
 
 def _unlike(load: Planning, key: str, scheduler: Any, tree: JSON) -> str:
     """Describe how a saved scheduler is of another class. Returns "" if it is not."""
-    classes = load.objects.get("classes")
-    if isinstance(classes, Mapping) and key in classes:
+    if is_class_known(key, load.objects):
         return of_another_class(key, scheduler, load.objects)
     unlike, fits = compare_scheduler(scheduler, tree)
     if fits and unlike:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptkit.catalog.entry import Role, TensorEntry
 from ckptkit.checkpoint.load.differences import Mismatches
-from ckptkit.checkpoint.load.plan import OptimizerPlan, Planning, of_another_class, unlike
+from ckptkit.checkpoint.load.plan import OptimizerPlan, Planning, is_class_known, of_another_class, unlike
 from ckptkit.checkpoint.state.layout import as_global, shards_of
 from ckptkit.checkpoint.state.local_part import this_rank
 from ckptkit.checkpoint.state.model_tensors import parameter_names
@@ -42,6 +42,10 @@ from ckptkit.formats.dcp.subclasses import (
 
 if TYPE_CHECKING:
     import torch
+
+    from ckptkit.checkpoint.state.values import JSON
+
+_OF_ANY = ("params", "initial_lr", "step")  # settings that any optimizer may have; schedulers add initial_lr
 
 
 def plan_optimizers(load: Planning) -> None:
@@ -102,7 +106,10 @@ def _optimizer(load: Planning, plan: OptimizerPlan, names: Mapping[int, str]) ->
             owners = {*owners - {fqn}, name}
             states = {name if key == fqn else key: entries for key, entries in states.items()}
             masters = {name if key == fqn else key: entry for key, entry in masters.items()}
+    is_known = is_class_known(plan.key, objects)
     other = of_another_class(plan.key, plan.optimizer, objects)
+    if saved is not None and not is_known:
+        other = _other_settings(plan.optimizer, saved.param_groups)
     if other or (tree is None and not states):
         found.add("missing", plan.key, [f"the whole optimizer{other and f' ({other})'}"])
         plan.groups = GroupChanges([{} for _ in plan.optimizer.param_groups])
@@ -146,12 +153,29 @@ def _optimizer(load: Planning, plan: OptimizerPlan, names: Mapping[int, str]) ->
     if load.recipes or any(is_state_in_parts(tensor) or why_not_dense(tensor) for tensor in tensors):
         for fqn, parameter in plan.parameters.items():
             _opened_states(load, plan, fqn, parameter)
-    if load.foreign:  # ckptkit's own checkpoints record which states were saved
+    if not is_known:  # a job of ckptkit saves all states of its optimizer
         found.add("missing", plan.key, _lacking_states(plan))
     weights = load.entries(Role.MODEL)
     _check_states(plan, weights, found)
     _cast_states(load, plan, weights, masters)
     return _plan_masters(plan, masters, weights, found)
+
+
+def _other_settings(optimizer: Any, groups: Sequence[Mapping[str, JSON]]) -> str:
+    """Describe how saved settings are those of another class of optimizer. Returns "" if they are not.
+
+    They are if they lack some of the class's numbers, and have others. For example, SGD has no betas, but a momentum.
+    The settings of different versions and implementations of an optimizer differ less, or in switches.
+    """
+    defaults = getattr(getattr(optimizer, "base", optimizer), "defaults", {})
+    saved = {name: value for group in groups for name, value in group.items()}
+    lacking = [name for name, value in defaults.items() if name not in saved and type(value) in (int, float, tuple)]
+    more = [
+        name
+        for name, value in saved.items()
+        if name not in (*defaults, *_OF_ANY) and (type(value) in (int, float) or isinstance(value, dict))
+    ]
+    return f"saved with {', '.join(more)} instead of {', '.join(lacking)}" if lacking and more else ""
 
 
 def _shards_here(plan: OptimizerPlan) -> dict[str, Held]:

@@ -378,6 +378,16 @@ def test_a_scheduler_does_not_get_the_state_of_another_that_could_not_be_read(tm
     assert mine.scheduler.last_epoch == 0
 
 
+@pytest.mark.parametrize("steps", [0, 1])
+@pytest.mark.parametrize("kinds", [1, -1])
+@EACH_FORM
+def test_the_state_of_another_class_of_optimizer_is_refused(form, kinds, steps, tmp_path):
+    was, now = (torch.optim.AdamW, partial(torch.optim.SGD, momentum=0.9))[::kinds]
+    theirs, mine = states.trained(nn.Linear(3, 2), was), states.trained(nn.Linear(3, 2), now, steps=steps)
+    with states.unchanged(mine), pytest.raises(CheckpointMismatchError, match=r"whole optimizer \(saved with \w+"):
+        resume(mine, _whole(theirs), form, tmp_path)
+
+
 @DCP_OR_TORCH
 def test_an_error_names_the_models_of_which_one_can_be_loaded(form, tmp_path):
     theirs = {name: nn.Sequential(nn.Linear(3, 2)) for name in ("actor", "critic")}
