@@ -12,7 +12,7 @@ import numpy as np
 
 from ckptkit.catalog.entry import Catalog, CatalogInfo, ObjectEntry, Role, TensorEntry, TensorSlice
 from ckptkit.checkpoint.foreign_objects import ForeignObjects, own_name
-from ckptkit.checkpoint.load.plan import compare_scheduler
+from ckptkit.checkpoint.load.plan import compare_keys
 from ckptkit.checkpoint.state.model_tensors import live_tensors, parameter_names
 from ckptkit.checkpoint.state.train_state import TrainState, is_stateful, own_merge, section
 from ckptkit.checkpoint.state.values import JSON
@@ -161,9 +161,7 @@ def _add_schedulers(objects: ForeignObjects, saved: TrainingState, state: TrainS
             if any(part.startswith(f"{name}.") for part in saved.unread):
                 notes.append(f"not restored: {name}, because a part of it could not be read.")
                 continue
-            unlike, fits = (
-                ("", True) if kind != "scheduler" else compare_scheduler(state.parts(kind)[live], found[name])
-            )
+            unlike, fits = compare_keys(state.parts(kind)[live], found[name])
             if not fits:
                 notes.append(f"not restored: {name}, because {unlike}.")
                 continue

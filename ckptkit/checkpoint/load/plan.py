@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
     from ckptkit.catalog.box import Box
 
-_NEEDED = frozenset(("lr_lambdas", "_schedulers", "_milestones"))  # in the states of schedulers with parts
+# Keys without which torch's schedulers and gradient scalers cannot load a state.
+_NEEDED = frozenset(("lr_lambdas", "_schedulers", "_milestones", "growth_interval", "_growth_tracker"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,20 +178,18 @@ def is_class_known(key: str, objects: Mapping[str, JSON]) -> bool:
     return isinstance(classes, Mapping) and key in classes
 
 
-def compare_scheduler(item: Any, saved: Any) -> tuple[str, bool]:
-    """Compare a scheduler with a saved state whose class was not recorded.
+def compare_keys(item: Any, saved: Any) -> tuple[str, bool]:
+    """Compare a scheduler or a gradient scaler with a saved state whose class was not recorded.
 
     Returns the difference between their keys ("" if there is none), and whether the state can be of the same class.
     Another version of torch may add keys to a state, and a program may leave some out, but a state of the same class
-    does not both lack keys and have others. A state without the keys in `_NEEDED` makes torch's schedulers fail.
+    does not both lack keys and have others, or lack keys of `_NEEDED`. An encoded OrderedDict is not compared.
     """
     live = item.state_dict()
-    if not isinstance(live, Mapping) or not isinstance(saved, Mapping):
+    if not live or not all(isinstance(one, Mapping) for one in (live, saved)) or any(k[:1] == "$" for k in saved):
         return "", True
     lacking, more = (
-        sorted(
-            name for name in one.keys() - other.keys() if name in _NEEDED or not name.startswith(("_", "verbose", "$"))
-        )
+        sorted(name for name in one.keys() - other.keys() if name in _NEEDED or not name.startswith(("_", "verbose")))
         for one, other in ((live, saved), (saved, live))
     )
     parts = [f"lacks {first_few(lacking)}"] * bool(lacking) + [f"has {first_few(more)}"] * bool(more)
@@ -198,5 +197,5 @@ def compare_scheduler(item: Any, saved: Any) -> tuple[str, bool]:
     if len(parts) == 2 or not _NEEDED.isdisjoint(lacking):
         return said, False
     pairs = zip(getattr(item, "_schedulers", ()), saved.get("_schedulers", ()), strict=False)
-    inner = [(said, True), *(compare_scheduler(*pair) for pair in pairs)]
+    inner = [(said, True), *(compare_keys(*pair) for pair in pairs)]
     return min((one for one in inner if one[0]), key=lambda one: one[1], default=("", True))

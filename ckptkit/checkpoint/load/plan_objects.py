@@ -13,7 +13,7 @@ from ckptkit.checkpoint.load.plan import (
     LoadPlan,
     ObjectTarget,
     Planning,
-    compare_scheduler,
+    compare_keys,
     is_class_known,
     of_another_class,
 )
@@ -58,8 +58,8 @@ def _object(load: Planning, kind: str, key: str, item: Any) -> None:
     other = ""
     if kind == "scheduler":
         other = _unlike(load, key, item, tree) or _by_position(load, item, tree)
-    if kind == "grad_scaler" and tree == {} and item.state_dict():
-        other = "the saved scaler was disabled, this one is enabled"
+    if kind == "grad_scaler" and item.state_dict():
+        other = _unlike(load, key, item, tree) if tree != {} else "the saved scaler was disabled, this one is enabled"
     if other:
         load.plan.mismatches.add("missing", kind, [f"the state of this object: {other}"])
     elif kind == "grad_scaler" and tree and not item.state_dict():
@@ -70,11 +70,11 @@ def _object(load: Planning, kind: str, key: str, item: Any) -> None:
         load.plan.objects.append(ObjectTarget(kind, key, item, (tree,)))
 
 
-def _unlike(load: Planning, key: str, scheduler: Any, tree: JSON) -> str:
-    """Describe how a saved scheduler is of another class. Returns "" if it is not."""
+def _unlike(load: Planning, key: str, item: Any, tree: JSON) -> str:
+    """Describe how a saved scheduler or gradient scaler is of another class. Returns "" if it is not."""
     if is_class_known(key, load.objects):
-        return of_another_class(key, scheduler, load.objects)
-    unlike, fits = compare_scheduler(scheduler, tree)
+        return of_another_class(key, item, load.objects)
+    unlike, fits = compare_keys(item, tree)
     if fits and unlike:
         load.plan.warnings.append(f"{key}: {unlike}; check that the same class was saved")
     return "" if fits else unlike

@@ -357,6 +357,15 @@ def test_a_scheduler_is_not_given_the_state_of_another_class(form, was, now, tmp
 
 
 @TORCH_OR_RESHARDED
+def test_a_gradient_scaler_is_not_given_a_part_of_its_state(form, tmp_path):
+    mine = plain(grad_scaler=torch.amp.GradScaler("cpu"))
+    saved = script(scaler={"scale": 2.0, "growth_factor": 2.0, "backoff_factor": 0.5})
+    with states.unchanged(plain(grad_scaler=mine.grad_scaler)):
+        report = resume(mine, saved, form, tmp_path, strict=False)
+    assert "lacks _growth_tracker, growth_interval" in " ".join(report.notes + report.missing)
+
+
+@TORCH_OR_RESHARDED
 def test_a_note_names_what_a_saved_scheduler_lacks(form, tmp_path):
     mine, saved = plain(), script(scheduler={"last_epoch": 4, "_last_lr": [0.5]})
     mine.scheduler = LINEAR(torch.optim.SGD(mine.model.parameters()))
