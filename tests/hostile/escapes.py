@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -88,16 +87,6 @@ def _special(control: str, name: str, make: Callable[[Path], None]) -> Build:
     return changed(control, change)
 
 
-def _socket(path: Path) -> None:
-    here = os.getcwd()
-    os.chdir(path.parent)  # socket paths are limited in length
-    try:
-        with socket.socket(socket.AF_UNIX) as server:
-            server.bind(path.name)
-    finally:
-        os.chdir(here)
-
-
 def _device(path: Path) -> None:
     try:
         os.mknod(path, 0o600 | stat.S_IFCHR, os.makedev(1, 5))  # /dev/zero
@@ -119,10 +108,6 @@ def _members(place: Place) -> None:
 def _hostile_files(place: Place) -> None:
     for name in ("tokenizer\x1b[31m.json", "tokenizer\n.json", "tokenizer\\..\\x.json", "-rf", "tokenizer<b>.json"):
         (place.src / name).write_text("{}")
-
-
-def _record(change: Callable[[dict[str, Any]], Any]) -> Build:
-    return changed_steps(lambda step: edit_record(step, change))
 
 
 def _file_of_record(name: str) -> Build:
@@ -150,6 +135,17 @@ def _reference(step: Path) -> None:
     reseal(step)
 
 
+FILES = {  # and the checkpoint in which it is
+    ".metadata": "dcp", "__0_0.distcp": "dcp", "model.safetensors": "hf", "model.safetensors.index.json": "hf_sharded",
+    "pytorch_model.bin": "binary", "checkpoint.json": "own", "manifest.safetensors": "own", "objects.json": "own",
+}  # fmt: skip
+SPECIAL: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
+    "loop": (lambda path: path.symlink_to(path.name), ["model.safetensors"]),
+    "fifo": (os.mkfifo, list(FILES)[:6]),
+    "device": (_device, [".metadata", "model.safetensors"]),
+    "directory": (Path.mkdir, ["model.safetensors"]),
+    "sparse": (sparse, [file for file in FILES if file != "__0_0.distcp"]),
+}
 ESCAPES: dict[str, Build] = {
     **{f"relative_path {name!r:.30}": _relative_path(name) for name in (
         "../outside/x.distcp", "{outside}/x.distcp", "a/../../outside/x.distcp", "__0_0.distcp\0x", "..\\outside\\x.distcp",
@@ -161,10 +157,7 @@ ESCAPES: dict[str, Build] = {
         "tokenizer.json", "model.safetensors.index.json",
     )},
     "bin_weight_map": _bin_weight_map,
-    "linked_shard": _link("dcp", "__0_0.distcp"),
-    "linked_metadata": _link("dcp", ".metadata"),
-    "linked_safetensors": _link("hf", "model.safetensors"),
-    "linked_bin": _link("binary", "pytorch_model.bin"),
+    **{f"linked {file}": _link(FILES[file], file) for file in (".metadata", "__0_0.distcp", "model.safetensors", "pytorch_model.bin")},
     "linked_config": _link("hf", "config.json"),
     "linked_tokenizer": _link("hf", "tokenizer.json"),
     "linked_to_passwd": _link("hf", "tokenizer.json", "/etc/passwd"),
@@ -173,37 +166,11 @@ ESCAPES: dict[str, Build] = {
     "linked_folder": lambda place: (
         sources.own(place.outside), (place.src / "step_00000002").symlink_to(place.outside / "step_00000002")),
     "linked_to_zero": _link("hf", "model.safetensors", "/dev/zero"),
-    "loop": _special("hf", "model.safetensors", lambda path: path.symlink_to(path.name)),
-    "fifo_metadata": _special("dcp", ".metadata", os.mkfifo),
-    "fifo_shard": _special("dcp", "__0_0.distcp", os.mkfifo),
-    "fifo_safetensors": _special("hf", "model.safetensors", os.mkfifo),
-    "fifo_index": _special("hf_sharded", "model.safetensors.index.json", os.mkfifo),
-    "fifo_bin": _special("binary", "pytorch_model.bin", os.mkfifo),
-    "fifo_record": _special("own", "checkpoint.json", os.mkfifo),
-    "device_safetensors": _special("hf", "model.safetensors", _device),
-    "device_metadata": _special("dcp", ".metadata", _device),
-    "socket_shard": _special("dcp", "__0_0.distcp", _socket),
-    "directory_shard": _special("hf", "model.safetensors", Path.mkdir),
-    "sparse_metadata": _special("dcp", ".metadata", sparse),
-    "sparse_safetensors": _special("hf", "model.safetensors", sparse),
-    "sparse_index": _special("hf_sharded", "model.safetensors.index.json", sparse),
-    "sparse_bin": _special("binary", "pytorch_model.bin", sparse),
-    "sparse_record": _special("own", "checkpoint.json", sparse),
-    "sparse_manifest": _special("own", "manifest.safetensors", sparse),
-    "sparse_objects": _special("own", "objects.json", sparse),
-    "record_parent": _file_of_record("../../outside/secret.txt"),
-    "record_absolute": _file_of_record("{outside}/secret.txt"),
+    **{f"{kind} {file}": _special(FILES[file], file, make) for kind, (make, files) in SPECIAL.items() for file in files},
     "record_missing": _file_of_record("not-there.bin"),
-    "record_control": _file_of_record("a\x1b[2Jb"),
-    "record_data": _record(lambda body: body.update(data="../outside")),
-    "record_tag": _record(lambda body: body.update(tag="../../outside")),
-    "record_other_directory": _record(lambda body: body.update(tag="other")),
-    "record_step": _record(lambda body: body.update(step=-1)),
-    "record_huge_step": _record(lambda body: body.update(step=10**30)),
-    "record_save_id": _record(lambda body: body.update(save_id="../../../outside")),
-    "record_sizes": _record(lambda body: body["files"][".metadata"].update(nbytes=2**61)),
-    "record_negative": _record(lambda body: body["files"][".metadata"].update(nbytes=-1)),
-    "record_manifest": _record(lambda body: body.update(manifest="../x")),
+    **{f"record with {name!r}": _file_of_record(name) for name in ("../../outside/secret.txt", "a\x1b[2Jb")},
+    **{f"record nbytes={n}": changed_steps(lambda step, n=n: edit_record(
+        step, lambda body: body["files"][".metadata"].update(nbytes=n))) for n in (2**61, -1)},
     "manifest_path": changed_steps(_object_path),
     "object_reference": changed_steps(_reference),
 }  # fmt: skip
@@ -246,19 +213,13 @@ ALLOWED: dict[str, Build] = {
     **{f"latest {content!r:.30}": _pointer_of_run(content) for content in POINTERS},
     **{f"pointer {content!r:.30}": _pointer("latest", content) for content in POINTERS[:6]},
     "iteration": _pointer("latest_checkpointed_iteration.txt", "../outside"),
-    "latest_fifo": _special("own", "latest", os.mkfifo),
     "latest_link": _special("own", "latest", lambda path: path.symlink_to("../outside")),
-    "latest_directory": _special("own", "latest", Path.mkdir),
-    "latest_sparse": _special("own", "latest", sparse),
-    "fifo_tokenizer": _special("hf", "tokenizer.json", os.mkfifo),
-    "fifo_config": _special("hf", "config.json", os.mkfifo),
-    "device_beside": _special("hf", "tokenizer.model", _device),
-    "sparse_tokenizer": _special("hf", "tokenizer.json", sparse),
-    "sparse_config": _special("hf", "config.json", sparse),
-    "sparse_record_beside": _special("hf", "checkpoint.json", sparse),
-    "loop_beside": _special("hf", "tokenizer.model", lambda path: path.symlink_to(path.name)),
-    "record_beside": _beside("checkpoint.json", "{}"),
-    "config_null": _beside("config.json", "null"),
-    "config_deep": _beside("config.json", "[" * 10**6),
-    "config_lies": _beside("config.json", json.dumps(LIES)),
+    **{f"latest_{kind}": _special("own", "latest", SPECIAL[kind][0]) for kind in ("fifo", "directory", "sparse")},
+    **{f"{kind} beside, {file}": _special("hf", file, SPECIAL[kind][0]) for kind, file in (
+        ("fifo", "tokenizer.json"), ("fifo", "config.json"), ("device", "tokenizer.model"), ("loop", "tokenizer.model"),
+        ("sparse", "tokenizer.json"), ("sparse", "config.json"), ("sparse", "checkpoint.json"),
+    )},
+    **{f"{name} beside: {text:.9}": _beside(name, text) for name, text in (
+        ("checkpoint.json", "{}"), ("config.json", "null"), ("config.json", "[" * 10**6), ("config.json", json.dumps(LIES)),
+    )},
 }  # fmt: skip

@@ -11,14 +11,12 @@ from tests.formats.damages import lay
 from tests.hostile.sources import safetensors
 
 NAMES = [
-    "", ".", "..", "../x", "/etc/x", "a/b", "a\\b", "a\0b", "a\nb", "\x1b[2J", "-rf", ".hidden", "latest", "best", "LATEST",
-    "checkpoint.json", "con", "NUL", "com1.x", "a.", "a ", "x" * 129, "\uff0e\uff0e", "st\u0435p_00000001", "\u202eabc",
-    "~", "*", "a:b", "step_00000009", "00012", "%2e%2e", "$(x)", "a;b", "step_00000001\n", "١٢",
-    "~root", "a b", "a*", "NUL.txt", "a@0123456789abcdef", "12",
+    "", "latest", "00012", "12", "١٢", "../step_00000001", " step_00000001", "step_00000001\n", "step_00000001@0123",
+    "st\u0435p_00000001", "step_\u0660\u0661\u0662\u0663\u0664\u0665\u0666\u0667",
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [n for n in NAMES if n != "step_00000009"], ids=ascii)
+@pytest.mark.parametrize("name", NAMES, ids=ascii)
 def test_a_hostile_name_is_not_a_step(name):
     assert step_of_name(name) is None
 
@@ -28,9 +26,6 @@ def test_a_hostile_name_is_not_a_step(name):
 )
 def test_a_name_that_some_file_system_forbids_is_not_safe(name):
     assert not is_safe_name(name)
-
-
-def test_an_ordinary_name_is_safe():
     assert all(map(is_safe_name, ("model-00001-of-00002.safetensors", "__0_0.distcp", ".metadata", "null", "模型.bin")))
 
 
