@@ -245,14 +245,19 @@ class LightningCheckpoints:
             position.random = None
         fit = checkpoint.get("loops", {}).get("fit_loop", {})
         self._epoch = fit.get("epoch_progress", {}).get("current", {}).get("processed")
-        loaders = report.extra.get(f"{_LOADERS}.{self._coordinator.rank}")
-        if loaders and checkpoint.get("ckptkit_world_size") == self._coordinator.world_size:
+        loaders, ranks = report.extra.get(f"{_LOADERS}.{self._coordinator.rank}"), self._coordinator.world_size
+        saved = checkpoint.get("ckptkit_world_size", ranks)
+        if loaders and saved == ranks:
             if position.between_epochs:
                 position.loaders = loaders["combined_loader"]
             else:
                 fit["state_dict"].update(loaders)
-        elif loaders and not position.between_epochs:
-            _log.warning("The state of the dataloaders was not restored: another number of ranks saved it.")
+        elif saved != ranks and position.left is not None and not position.between_epochs and self._coordinator.is_main:
+            _log.warning(
+                "The checkpoint was saved inside an epoch on %d ranks, and this job has %d. The epoch continues at the "
+                "same batch number without the saved state of the dataloaders, so it repeats or skips samples.",
+                saved, ranks,
+            )  # fmt: skip
         return checkpoint, report
 
     def set_epoch(self, dataloader: Any) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.data import DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from tests.dtensors import local
 
@@ -117,7 +117,7 @@ class Epochs(Data):
 
 def run(
     work: Path, strategy: Any, *callbacks: Any, path: Any = None, module: Any = Lit, validates: bool = True,
-    validation: Any = None, batches: int = BATCHES, **options: Any,
+    validation: Any = None, batches: int = BATCHES, loader: Any = StatefulDataLoader, **options: Any,
 ) -> tuple[Any, Any, list[Any]]:  # fmt: skip
     """Train with a shuffled dataset; return the module, the trainer, and what it did."""
     pl.seed_everything(7 + dist.get_rank(), verbose=False)
@@ -126,7 +126,7 @@ def run(
     limits = {"steps": options.pop("max_steps", -1), "max_epochs": options.pop("max_epochs", None)}
     trainer = trainer_of(work, strategy, trace, *callbacks, **limits, **options)
     data = Epochs(batches)
-    train = StatefulDataLoader(data, batch_size=2, sampler=DistributedSampler(data, shuffle=True, seed=3))
+    train = loader(data, batch_size=2, sampler=DistributedSampler(data, shuffle=True, seed=3))
     if validates and validation is None:
         validation = StatefulDataLoader(Epochs(2), batch_size=2)
     try:
@@ -290,14 +290,15 @@ def test_an_order_of_data_that_cannot_be_restored_is_warned_about(tmp_path):
         train(saving(tmp_path / "again", every=100), path=newest(tmp_path / "c"))
 
 
+@pytest.mark.parametrize("loader", [StatefulDataLoader, DataLoader])
 @on_ranks(2, 1)
-def test_a_run_on_another_number_of_ranks_warns_that_its_data_starts_anew(tmp_path):
+def test_a_run_on_another_number_of_ranks_warns_that_it_repeats_or_skips_samples(tmp_path, loader):
     if dist.get_world_size() == 2:
-        run(tmp_path, FSDP2Strategy(), saving(tmp_path / "c", every=3), max_steps=3)
+        run(tmp_path, FSDP2Strategy(), saving(tmp_path / "c", every=3), max_steps=3, loader=loader)
         return
-    with logged(name="ckptkit.integrations.lightning_state") as texts:
-        again = run(tmp_path, FSDP2Strategy(), stopping(tmp_path / "d"), path=newest(tmp_path / "c"), max_steps=5)
-    assert any("dataloaders was not restored" in text for text in texts)
+    options = {"path": newest(tmp_path / "c"), "max_steps": 5, "loader": loader}
+    with rank_0_warns("ckptkit.integrations.lightning_state", "repeats or skips samples"):
+        again = run(tmp_path, FSDP2Strategy(), stopping(tmp_path / "d"), **options)
     assert again[1].global_step == 5
 
 
