@@ -46,8 +46,8 @@ def exported(model: nn.Module) -> Exported:
     """Return the model inside the wrappers of `model`, with its live tensors.
 
     Raises:
-        SaveError: FSDP1 wraps a part of the model. Or some parameters are outside the transformers model (for example,
-            a value head). `from_pretrained` would not read them.
+        SaveError: FSDP1 wraps a part of the model, or some parameters are outside the transformers model (for example,
+            in a value head), where `from_pretrained` would not read them.
     """
     if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
         raise SaveError(f"{type(model).__name__} is wrapped by FSDP1, whose models are not exported. Use FSDP2.")

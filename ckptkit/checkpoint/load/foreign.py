@@ -254,7 +254,7 @@ def with_aliases(info: CatalogInfo, aliases: Aliases) -> CatalogInfo:
 
 
 def _samples(names: Collection[str]) -> list[str]:
-    """Return some of the names, which differ in more than numbers: not the same tensor of several layers or experts."""
+    """Return some of the names. No two of them differ only in numbers, such as those of layers or experts."""
     # Long names first. A short name is more likely to be the suffix of an unrelated name.
     kinds: dict[str, str] = {}
     for name in sorted(names, key=lambda name: (-len(name), name)):

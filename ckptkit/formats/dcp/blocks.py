@@ -52,7 +52,7 @@ class Blocks:
         return self.inner_box(Box.whole(self.shape)).sizes
 
     def inner_box(self, box: Box) -> Box:
-        """Return the region of the inner tensor with the values of a region of the tensor.
+        """Return the region of the inner tensor that belongs to a region (`box`) of the outer tensor.
 
         Raises:
             SaveError: The region splits a block. The message completes the sentence "the tensor ...".

@@ -100,7 +100,7 @@ def _reconstructor(cls: Any, base: Any = None, state: Any = None) -> Record:
 
 
 def _layout(name: Any) -> str:
-    """Return a layout's name. torch.serialization._get_layout, which this replaces, would return the layout."""
+    """Return a layout's name. Replaces torch.serialization._get_layout, which returns the layout itself."""
     if not isinstance(name, str):
         raise ValueError("a layout name is not a string")
     return name.removeprefix("torch.")

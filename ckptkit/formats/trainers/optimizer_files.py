@@ -218,7 +218,7 @@ def _names(values: Sequence[Mapping[str, Any]], params: Sequence[Param]) -> dict
 
 
 def _has_pieces(values: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether states may be pieces, of which only the parameter would show the place: FSDP1's flat ones."""
+    """Return whether states may be pieces (FSDP1's flat ones), whose places cannot be found without the parameters."""
     return len(values) > 1 and any(
         isinstance(tensor, StoredTensor) and tensor.shape not in ((), (1,))
         for value in values

@@ -153,7 +153,7 @@ def _of_tied(
 
 
 def _variants(every: Mapping[str, TensorEntry], model: Mapping[str, TensorEntry]) -> list[dict[str, str]]:
-    """Return mappings from an EMA's possible names (FQNs, or a model's FQNs without their first component) to FQNs."""
+    """Return mappings to FQNs from the names that an EMA may have: FQNs, or FQNs without the first component."""
     whole = {name: name for name in every}
     inner = {name.partition(".")[2]: name for name in model}
     return [whole, inner] if len(inner) == len(model) else [whole]
