@@ -113,9 +113,9 @@ def begins_like_torch(store: Store, name: str) -> bool:
 
 
 def model_file(files: Sequence[str]) -> str | None:
-    """Return the file with a usual name for a model ("model.pt"), or the only file that `may_hold_model` returns.
+    """Return the file with a usual name for a model ("model.pt"), or else the only file that may hold a model.
 
-    Returns None if there is no such file.
+    Files that `may_hold_model` leaves out count only if there are no others. Returns None if there is no such file.
     """
     likely = may_hold_model(files) or files
     return next((name for name in (*MODEL_FILES, *(likely if len(likely) == 1 else ())) if name in files), None)

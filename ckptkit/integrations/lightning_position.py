@@ -272,7 +272,7 @@ class FitPosition:
 
 
 def _left(fit: dict[str, Any], stage: str | None, going_on: bool) -> str | None:
-    """Set the loops' counters in `fit` to a position between two batches or epochs.
+    """Set the loops' counters in `fit`, so that the position is between two batches or epochs.
 
     Returns what the resumed run must do first.
 

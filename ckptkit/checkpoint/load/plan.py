@@ -73,7 +73,7 @@ class OptimizerPlan:
     joined: set[tuple[str, str]] = field(default_factory=set)  # tensors in `live` that are parts of global ones
 
     def shape(self, fqn: str) -> tuple[int, ...]:
-        """Return the global shape of a parameter, in which its weight and its master weight are saved."""
+        """Return a parameter's global shape, which its saved weight and master have too."""
         return tuple(as_global(fqn, self.parameters[fqn], self.shards.get(fqn, ())).shape)
 
     @property
