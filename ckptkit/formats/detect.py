@@ -561,7 +561,8 @@ def _only_child(place: Candidate, url: str, depth: int) -> _Found | None:
     if len(found) != 1:
         return None
     ((name, only),) = found.items()
-    return only.because(f"{name}/ is the only checkpoint in {url}{_unread([f'{other}/' for other in aside])}.")
+    unread = _unread([f"{other}/" for other in place.directories if other != name])
+    return only.because(f"{name}/ is the only checkpoint in {url}{unread}.")
 
 
 def _aside(place: Candidate) -> list[str]:

@@ -174,6 +174,9 @@ OPENED: dict[str, tuple[dict[str, Any], str, list[str]]] = {
     "a recognized format before rank files": (
         {"step10/model_and_optim": DCP, **{f"step10/train/rank{rank}.pt": WEIGHTS for rank in range(2)}},
         "step10/model_and_optim", ["model_and_optim/ was chosen; not read: train/."]),
+    "one directory of nanotron, whose others are deeper": (
+        {"model/lm_head/model_weight_pp-rank-0-of-1_tp-rank-0-of-1.safetensors": HF, "model/decoder/0/b/c.txt": b""},
+        "/model/lm_head", ["not read: decoder/."]),
 }  # fmt: skip
 
 
