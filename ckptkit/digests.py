@@ -119,9 +119,11 @@ def sha256_of(data: bytes) -> bytes:
     return hashlib.sha256(data).digest()
 
 
-def hex_width(algorithm: str) -> int:
-    """Return the number of hex digits to which messages pad a digest with zeros. 1 means no padding."""
-    return 64 if algorithm == SHA256 else 1
+def mismatch(algorithm: str, expected: int, found: int, start: int, stop: int) -> str:
+    """Return the message that the bytes [start, stop) have a wrong digest. Shows all hex digits of both digests."""
+    digits = {CRC: 8, DIGEST: 16}.get(algorithm, 64)
+    shown = f"expected {algorithm} {expected:0{digits}x}, found {found:0{digits}x}."
+    return f"checksum mismatch in bytes [{start}, {stop}): {shown}"
 
 
 def proves_equality(algorithm: str | None) -> bool:

@@ -5,7 +5,18 @@ import zlib
 import pytest
 import xxhash
 
-from ckptkit.digests import CRC, DIGEST, SHA256, crc32, digest_of, hash_of, hex_digest_of, new_hasher, proves_equality
+from ckptkit.digests import (
+    CRC,
+    DIGEST,
+    SHA256,
+    crc32,
+    digest_of,
+    hash_of,
+    hex_digest_of,
+    mismatch,
+    new_hasher,
+    proves_equality,
+)
 from ckptkit.errors import UnsupportedFormatError
 from tests.ranks import run_script
 
@@ -72,3 +83,10 @@ def test_a_crc_does_not_prove_equality():
 def test_changing_the_digest_affects_only_one_module(tmp_path):
     code, said = run_script(ANOTHER, str(tmp_path))
     assert code == 0, said
+
+
+def test_a_mismatch_shows_all_digits_of_both_digests():
+    expected, found = hex_digest_of(b"91"), hex_digest_of(b"0")
+    assert expected.startswith("00")
+    said = mismatch(DIGEST, int(expected, 16), int(found, 16), 3, 9)
+    assert said == f"checksum mismatch in bytes [3, 9): expected xxh3_64 {expected}, found {found}."

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptkit.catalog.entry import SliceArray
-from ckptkit.digests import CRC, NAMES, Crc32, Hasher, crc32, crc32_combine, new_hasher
+from ckptkit.digests import CRC, NAMES, Crc32, Hasher, crc32, crc32_combine, mismatch, new_hasher
 from ckptkit.errors import IntegrityError
 
 Int64 = npt.NDArray[np.int64]
@@ -203,10 +203,8 @@ class Verifier:
         with self._lock:
             self._crcs.pop(record, None)
         if value != expected:
-            raise IntegrityError(
-                f"{self._describe(record)}: checksum mismatch in bytes [{start}, {end}): expected {algorithm} "
-                f"{expected:x}, found {value:x}. The file is damaged: {self._advice}."
-            )
+            what = mismatch(algorithm, expected, value, start, end)
+            raise IntegrityError(f"{self._describe(record)}: {what} The file is damaged: {self._advice}.")
         self.proved[record] = True
 
     def feed(self, record: int, start: int, data: memoryview) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from ckptkit.arguments import Location, check_flags, check_int, location
 from ckptkit.catalog.entry import Catalog, Codec, Digest, ObjectEntry
 from ckptkit.catalog.tiles import not_in_rows
-from ckptkit.digests import CRC, DIGEST, SHA256, hash_of, hex_width
+from ckptkit.digests import CRC, DIGEST, SHA256, hash_of, mismatch
 from ckptkit.errors import (
     CkptkitError,
     CorruptCheckpointError,
@@ -535,10 +535,8 @@ def _check(store: Store, reader: Store | BlockReader, check: Check) -> Problem |
         return Problem(check.path, tensor, f"{check.path}: {what} can't be read: {error}")
     if value == digest.value:
         return None
-    width = hex_width(digest.algorithm)
-    place = f"bytes [{digest.start}, {digest.start + digest.nbytes})"
-    told = f"expected {digest.algorithm} {digest.value:0{width}x}, found {value:0{width}x}."
-    return Problem(check.path, tensor, f"{check.path}: {what}: checksum mismatch in {place}: {told}")
+    told = mismatch(digest.algorithm, digest.value, value, digest.start, digest.start + digest.nbytes)
+    return Problem(check.path, tensor, f"{check.path}: {what}: {told}")
 
 
 def _chunks(store: Store, reader: Store | BlockReader, check: Check) -> Iterator[memoryview | bytes]:

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptkit.catalog.entry import Digest
-from ckptkit.digests import hash_of
+from ckptkit.digests import hash_of, mismatch
 from ckptkit.errors import CkptkitError, IncompleteCheckpointError, IntegrityError
 from ckptkit.formats.checks import RecordTable, Verifier
 from ckptkit.formats.sources import Origin, Range, SourceReader
@@ -47,11 +47,9 @@ def check_bytes(digest: Digest | None, data: memoryview, path: str, name: str) -
         IntegrityError: The bytes differ from the digest. The message names the file and the entry.
     """
     found = None if digest is None else hash_of((data,), digest.algorithm)
-    if digest is not None and found != digest.value:
-        raise IntegrityError(
-            f"{path}: {name!r}: checksum mismatch in bytes [{digest.start}, {digest.start + digest.nbytes}): expected "
-            f"{digest.algorithm} {digest.value:x}, found {found:x}. The file is damaged: {ADVICE}."
-        )
+    if digest is not None and found is not None and found != digest.value:
+        what = mismatch(digest.algorithm, digest.value, found, digest.start, digest.start + digest.nbytes)
+        raise IntegrityError(f"{path}: {name!r}: {what} The file is damaged: {ADVICE}.")
 
 
 def all_of(calls: Sequence[Callable[[], T]], workers: int, *, name: str = "ckptkit-read") -> list[T]:
