@@ -42,11 +42,11 @@ def test_plans_in_megatrons_metadata_are_accepted(tmp_path):
     assert list(catalog.objects) == ["decoder.layers.mlp.linear_fc1._extra_state/shard_0_3"]
 
 
-def test_a_damaged_metadata_json_of_megatron_is_an_error(saved):
-    file = saved / "metadata.json"
-    file.write_bytes(file.read_bytes()[:-1])
+def test_a_damaged_metadata_json_of_megatron_is_an_error(tmp_path):
+    dcp.save({WEIGHT: torch.ones(3)}, checkpoint_id=tmp_path, no_dist=True)
+    (tmp_path / "metadata.json").write_text(BACKEND[:-1])
     with pytest.raises(CorruptCheckpointError, match=r"metadata\.json is damaged"):
-        open_source(str(saved))
+        open_source(str(tmp_path))
 
 
 def test_buckets_of_the_distributed_optimizer_are_not_weights(tmp_path):
