@@ -99,7 +99,7 @@ NIGHT: dict[str, int] = {
     "tests/checkpoint/test_quantizing_libraries.py": 0,
     "tests/checkpoint/test_adoption.py": 3,
     "tests/checkpoint/test_chains.py": 20,
-    "tests/checkpoint/test_mesh_chains.py": 20,
+    "tests/checkpoint/test_mesh_chains.py": 14,
     "tests/checkpoint/load/test_foreign.py": 4,
     "tests/checkpoint/load/test_key_map.py::test_weights_of_another_model_are_bit_equal": 5,
     "tests/checkpoint/state/test_train_state.py::test_a_checkpoint_of_a_wrapped_model_loads_into_any_other_wrapper": 4,
