@@ -107,9 +107,10 @@ def _optimizer(load: Planning, plan: OptimizerPlan, names: Mapping[int, str]) ->
             states = {name if key == fqn else key: entries for key, entries in states.items()}
             masters = {name if key == fqn else key: entry for key, entry in masters.items()}
     is_known = is_class_known(plan.key, objects)
-    other = of_another_class(plan.key, plan.optimizer, objects)
-    if saved is not None and not is_known:
-        other = _other_settings(plan.optimizer, saved.param_groups)
+    if is_known:
+        other = of_another_class(plan.key, plan.optimizer, objects)
+    else:
+        other = _other_settings(plan.optimizer, saved.param_groups if saved is not None else ())
     if other or (tree is None and not states):
         found.add("missing", plan.key, [f"the whole optimizer{other and f' ({other})'}"])
         plan.groups = GroupChanges([{} for _ in plan.optimizer.param_groups])
