@@ -21,7 +21,7 @@ from ckptkit.storage.local import is_directory
 from ckptkit.storage.owner import Owner, owner_in, owner_json, place_of, read_json, this_process
 from ckptkit.storage.pool import start_or_do_without
 from ckptkit.storage.retry import BRIEF_S, Patience, patient, timeout_s
-from ckptkit.storage.staging import new_nonce
+from ckptkit.storage.staging import STARTING_S, new_nonce
 from ckptkit.storage.store import Store
 
 logger = logging.getLogger(__name__)
@@ -276,7 +276,10 @@ def acquire_lease(root: Store, *, look: Callable[[], Store] | None = None) -> Le
             raise StorageError(error.errno, f"{root.url} is not writable: {error.strerror}") from error
         logger.debug("took the lease of %s, generation %d", root.url, state.generation)
         old = [path for generation, path in _generations(view) if generation < state.generation]
-        old += [i.path for i in view.list(STATE_DIRECTORY) if i.path.endswith(".part") or "/clock-" in i.path]
+        unfinished = [i for i in view.list(STATE_DIRECTORY) if i.path.endswith(".part") or "/clock-" in i.path]
+        if unfinished and (ours := root.info(state.path)) is not None:
+            # Newer ones may belong to contenders that are about to rename them.
+            old += [item.path for item in unfinished if ours.mtime - item.mtime > STARTING_S]
         lease = Lease(root, state, since=since, old=old)
         if look is None:
             lease.finish()

@@ -18,6 +18,7 @@ from ckptkit.storage import Store, open_store
 from ckptkit.storage import lock as module
 from ckptkit.storage.lock import acquire_lease
 from ckptkit.storage.owner import Owner, _start_of, owner_json, this_process
+from ckptkit.storage.staging import STARTING_S
 from tests.checkpoint.saving import fork
 from tests.patches import before
 
@@ -106,6 +107,30 @@ def test_one_of_many_contenders_takes_over(root):
     with ThreadPoolExecutor(8) as pool:  # each forks a process of its own
         results = list(pool.map(lambda _: fork(_contend, root.url), range(8)))
     assert sorted(said for _, said in results) == [b"l"] * 7 + [b"w"] and {code for code, _ in results} == {0}
+
+
+def test_a_contender_that_is_slower_by_one_rename_is_told_who_holds_the_lease(root, monkeypatch):
+    won: list[Any] = []
+
+    def win(*_: str) -> None:
+        if not won:
+            won.append(None)
+            won[0] = acquire_lease(root)
+
+    before(monkeypatch, type(root), "rename", lambda store, *paths: win(*paths))
+    with pytest.raises(LeaseHeldError, match="this process"):
+        acquire_lease(root)
+    won[0].check()
+
+
+def test_what_killed_contenders_left_is_deleted_and_what_living_ones_write_is_not(root):
+    part = put(root, replace(PARENT, started="1")).with_name(".lease-00000002.json.0123456789ab.part")
+    part.touch()
+    acquire_lease(root).release()
+    assert part.exists()
+    os.utime(part, (time.time() - 2 * STARTING_S,) * 2)
+    acquire_lease(root).release()
+    assert not part.exists()
 
 
 def test_a_held_lease_writes_heartbeats(root, monkeypatch):
