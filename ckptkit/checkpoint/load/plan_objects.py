@@ -183,7 +183,8 @@ def _per_rank(load: Planning, kind: str, key: str, item: Any) -> None:
             note = (
                 f"{key}: all {len(ranks)} ranks saved the same state, and each of the {load.world_size} ranks "
                 "continues from it. If the state counts the samples of one rank, samples are repeated or left out; "
-                "to avoid that, pass per_rank_on_resize, a function that computes a state from the saved ones"
+                "to avoid that, give the dataloader a method merge_ranks that computes a state from the saved ones, or "
+                "pass such a function to CheckpointManager.load as per_rank_on_resize"
             )
             load.plan.warnings.append(note)
     elif policy == "keep":

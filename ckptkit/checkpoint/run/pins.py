@@ -132,8 +132,12 @@ def pin_unseen(root: Store, name: str, *, why: str = "load") -> Iterator[Callabl
         patience.hurry()
         if renewal.ident is not None:
             renewal.join()
-        with contextlib.suppress(OSError), Patience(min(BRIEF_S, timeout_s())).entered():
-            root.delete([path])
+        try:
+            with Patience(min(BRIEF_S, timeout_s())).entered():
+                root.delete([path])
+        except OSError as error:
+            text = "%s: the pin of %s could not be removed, so rotation keeps it until this process ends: %s"
+            logger.warning(text, root.url, name, error)
         if fresh and is_directory(root):  # remove the directories made for the pin, unless they contain something
             for folder in (_PINS, STATE_DIRECTORY):
                 with contextlib.suppress(OSError):

@@ -114,6 +114,13 @@ def test_a_read_only_root_is_read_without_a_pin(tmp_path, root, monkeypatch, cap
     assert caplog.messages == [f"{tmp_path}: {what}"]
 
 
+def test_a_pin_that_cannot_be_removed_is_logged(root, monkeypatch, caplog):
+    with pin_while_reading(root, "step_00000001"):
+        monkeypatch.setattr(type(root), "delete", failing(5))
+    what = "the pin of step_00000001 could not be removed, so rotation keeps it until this process ends"
+    assert caplog.messages == [f"{root.url}: {what}: [Errno 5] Input/output error"]
+
+
 def test_only_a_committed_checkpoint_can_be_pinned(tmp_path):
     with pytest.raises(CheckpointNotFoundError):
         pin_forever(str(tmp_path / "step_00000001"), "x")
