@@ -33,7 +33,6 @@ from tests.checkpoint.states import (
     check_misfit,
     check_round_trip,
     flip,
-    load,
     measures_memory,
     memory_of,
     on_all,
@@ -106,16 +105,6 @@ def test_loads_with_and_without_a_second_copy_agree(tmp_path, kind, atomic, trai
     report = check_round_trip(tmp_path, state_of(1), state, kind, atomic=atomic)
     weights = sum(tensor.nbytes for tensor in state.model.state_dict().values())
     assert report.held == atomic * weights * (3 if trained else 1)  # plus two moments of each
-
-
-@pytest.mark.parametrize("atomic", [True, False])
-def test_masters_and_casts_load_with_and_without_a_second_copy(tmp_path, atomic):
-    source = state_of(1, masters=True)
-    check_round_trip(tmp_path, source, state_of(2, masters=True), "sharded", atomic=atomic)
-    cast = TrainState(model=state_of(2).model)
-    report = load(tmp_path, cast, atomic=atomic, convert_dtype=True)
-    assert bits(cast.model.bfloat16()) == bits(source.model)
-    assert any("were restored from the fp32 masters" in note for note in report.notes)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

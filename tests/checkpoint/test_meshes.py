@@ -14,7 +14,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor import Shard as DTensorShard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.distributed.tensor.placement_types import _StridedShard
 
 from ckptkit import CheckpointManager, Shard, TrainState, convert, open_checkpoint, reshard
 from ckptkit.errors import UsageError
@@ -146,11 +145,8 @@ def fill(state: TrainState, experts: Any, seed: int) -> None:
                 local(target).copy_(part(whole, parameter, experts.get_local_rank(), count))
 
 
-PAIRS = [  # the first pair runs by day
-    ("pp2 ep2", "fsdp2 ep2"), ("fsdp2 ep2", "pp2"),
-    ("one", "ep4"), ("ep4", "one"), ("ep2", "ep4"), ("ep4", "ep2"), ("ep4", "fsdp2"), ("fsdp2", "ep2"),
-    ("fsdp2 tp2", "pp2 ep2"), ("fsdp2 ep2", "fsdp2 tp2"), ("pp2", "one"), ("one", "pp2"), ("pp2 fsdp2", "ep4"),
-    ("ep2", "pp2 fsdp2"), ("fsdp2 ep2 tp2", "pp2 fsdp2 ep2"), ("pp2 fsdp2 ep2", "fsdp2 ep2 tp2"),
+PAIRS = [  # the first pair runs by day; test_mesh_chains.py has random pairs of at most four ranks
+    ("pp2 ep2", "fsdp2 ep2"), ("fsdp2 ep2 tp2", "pp2 fsdp2 ep2"), ("pp2 fsdp2 ep2", "fsdp2 ep2 tp2"),
     ("pp2 ep2 tp2", "one"), ("one", "pp2 ep2 tp2"), ("pp2 fsdp2 ep2", "ep4"), ("fsdp2 tp2", "fsdp2 ep2 tp2"),
     ("pp2 ep2 tp2", "pp2 fsdp2 ep2"), ("pp2 fsdp2=ep2 tp2", "one"), ("one", "pp2 fsdp2=ep2 tp2"),
     ("pp2 fsdp2=ep2 tp2", "fsdp2 ep2 tp2"), ("pp2 fsdp2 ep2", "pp2 fsdp2=ep2 tp2"),
@@ -161,9 +157,9 @@ def save(url: str, mesh: str, kind: str = "sharded", interleaved: bool = False) 
     states.save(url, filled(mesh, 1, interleaved), state_dict_type=kind)
 
 
-def load(url: str, mesh: str, interleaved: bool = False, atomic: bool = False) -> None:
+def load(url: str, mesh: str, interleaved: bool = False) -> None:
     state = filled(mesh, 2, interleaved)
-    report = states.load(url, state, atomic=atomic)
+    report = states.load(url, state)
     assert not (report.missing or report.unexpected)
     assert states.bits(state) == states.bits(filled(mesh, 1, interleaved))
 
@@ -176,9 +172,10 @@ def on(ranks: Any, mesh: str, fn: Any, *args: Any) -> list[Any]:
 
 @pytest.mark.parametrize(("source", "target"), PAIRS)
 def test_any_mesh_loads_what_any_other_saved(ranks, tmp_path, source, target):
-    kind = "full" if PAIRS.index((source, target)) % 3 == 2 else "sharded"
-    on(ranks, source, save, str(tmp_path), source, kind)
-    on(ranks, target, load, str(tmp_path), target)
+    """One of the two has several stages on each rank."""
+    full = PAIRS.index((source, target)) % 3 == 2
+    on(ranks, source, save, str(tmp_path), source, "full" if full else "sharded", full)
+    on(ranks, target, load, str(tmp_path), target, not full)
 
 
 @on_ranks(2)
@@ -189,22 +186,6 @@ def test_a_deferred_optimizer_has_the_declared_layout(tmp_path):
         report = manager.load(state, optimizer="deferred")
         report.deferred.apply()
     assert states.bits(state) == states.bits(filled("ep2", 1))
-
-
-def save_and_load_interleaved(url: str, mesh: str, kind: str) -> None:
-    save(url, mesh, kind, interleaved=True)
-    load(url, mesh)
-    load(url, mesh, interleaved=True, atomic=True)
-
-
-@pytest.mark.parametrize("mesh", ["pp2", "pp2 fsdp2", "pp2 fsdp2 ep2", "pp2 fsdp2=ep2 tp2"])
-def test_several_pipeline_stages_on_a_rank_form_one_model(ranks, tmp_path, mesh):
-    for kind in ("sharded", "full"):
-        url = str(tmp_path / kind)
-        on(ranks, mesh, save_and_load_interleaved, url, mesh, kind)
-        on(ranks, "one", load, url, "one")
-    on(ranks, "one", save, str(tmp_path), "one")
-    on(ranks, mesh, load, str(tmp_path), mesh, True)
 
 
 @pytest.mark.parametrize("mesh", ["ep2", "pp2 fsdp2 ep2", "fsdp2 ep2 tp2"])  # the first runs by day
@@ -375,24 +356,6 @@ def test_declared_weights_whose_scale_has_no_place_in_the_global_weight_are_refu
     said = r"model\.odd is sharded, and its local part is a tests\.checkpoint\.hidden\.Scaled, whose scale \[\]"
     said += r"(?s:.*)Declare it 'per_rank', or train with unquantized weights\."
     check_refused(tmp_path, state, said, state_dict_type=kind)
-
-
-@on_ranks(2)
-def test_strided_shards_are_saved_exactly(tmp_path, kind):
-    """A rank holds the first quarter of each half: rows that are not adjacent."""
-
-    def state(rows: torch.Tensor) -> TrainState:
-        cut = [_StridedShard(0, split_factor=2)]
-        whole = DTensor.from_local(rows, ep_mesh(), cut, run_check=False, shape=torch.Size((8,)), stride=(1,))
-        return TrainState(model=nn.ParameterDict({"fused": nn.Parameter(whole)}), rng=False)
-
-    rows = torch.arange(8.0).reshape(2, 2, 2)[:, dist.get_rank()].reshape(4)
-    states.check_round_trip(tmp_path, state(rows), state(torch.zeros(4)), kind)
-    assert open_checkpoint(str(tmp_path / "step_00000001"))["model.fused"][:].tolist() == list(range(8))
-    if kind == "sharded":
-        target = {"model": {"fused": torch.zeros(8)}}
-        dcp.load(target, checkpoint_id=str(tmp_path / "step_00000001"))
-        assert target["model"]["fused"].tolist() == list(range(8))
 
 
 @on_ranks(1, 2)

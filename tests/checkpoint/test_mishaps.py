@@ -2,7 +2,6 @@
 
 import contextlib
 import itertools
-import math
 import multiprocessing
 import os
 import shutil
@@ -278,19 +277,6 @@ def test_the_file_called_latest_decides_nothing(tmp_path, kind):
     assert value_of(loaded) == 2.0
     assert os.listdir(tmp_path / "elsewhere") == []
     assert not (tmp_path / "nowhere").exists()
-
-
-# --- rotation
-
-
-def test_a_nan_metric_is_never_the_best(tmp_path):
-    policy = RetentionPolicy(max_num=1, keep_best=("loss", "min", 1))
-    with CheckpointManager(tmp_path, retention=policy) as manager:
-        for step, loss in enumerate((math.nan, 0.5, math.nan, math.inf, math.nan), 1):
-            manager.save(step, linear(step), metrics={"loss": loss})
-        assert steps(tmp_path) == [2, 5]
-        manager.load(loaded := linear(), "best")
-    assert value_of(loaded) == 2.0
 
 
 def test_two_managers_of_one_process_keep_what_the_other_needs(tmp_path):

@@ -623,18 +623,6 @@ def test_weights_gathered_in_float8_are_saved_as_their_values(ranks, tmp_path, k
     assert found["0.weight"].view(torch.uint8).tolist() == saved[0]
 
 
-@on_ranks(2)
-def test_dcp_writer_saves_weights_gathered_in_float8_for_any_reader(tmp_path):
-    source = float8(0)
-    dcp.save({"model": source.state_dict()}, storage_writer=DCPWriter(str(tmp_path)))
-    for seed, reader in enumerate((DCPReader(str(tmp_path)), dcp.FileSystemReader(tmp_path)), 1):
-        live = float8(seed)
-        state = {"model": live.state_dict()}
-        dcp.load(state, storage_reader=reader)
-        live.load_state_dict(state["model"])
-        assert list(map(values, live.parameters())) == list(map(values, source.parameters()))
-
-
 def command(*args: str) -> Any:
     with pytest.raises(SystemExit) as done:
         main(list(args))
