@@ -7,25 +7,19 @@ import sys
 
 import pytest
 
-SHELLS = {
+TYPED = ("ckptkit con", "ckptkit convert --ba", "ckptkit convert a b --to ''", "ckptkit inspect RUN/ste")
+SHELLS = {  # the start of a script, whose `reply` prints the completions of the words that follow
     "bash": """
         eval "$(_CKPTKIT_COMPLETE=bash_source ckptkit)"
+        compopt() { echo "compopt=$2"; }
         reply() {
             COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); COMPREPLY=()
             _ckptkit_completion ckptkit; echo "${COMPREPLY[@]}"
         }
-        reply ckptkit con
-        reply ckptkit convert --ba
-        reply ckptkit convert a b --to ''
-        compopt() { echo "compopt=$2"; }
-        reply ckptkit inspect RUN/ste
     """,
     "fish": """
         _CKPTKIT_COMPLETE=fish_source ckptkit | source
-        complete -C 'ckptkit con'
-        complete -C 'ckptkit convert --ba'
-        complete -C 'ckptkit convert a b --to '
-        complete -C 'ckptkit inspect RUN/ste'
+        function reply; complete -C "$argv"; end
     """,
     "zsh": """
         autoload -Uz compinit && compinit -u
@@ -34,10 +28,6 @@ SHELLS = {
         compadd() { print -r -- $completions; }
         _path_files() { print -r -- files }
         reply() { words=("$@"); CURRENT=$#; _ckptkit_completion; }
-        reply ckptkit con
-        reply ckptkit convert --ba
-        reply ckptkit convert a b --to ''
-        reply ckptkit inspect RUN/ste
     """,
 }
 
@@ -55,10 +45,9 @@ def test_a_shell_completes_commands_options_choices_and_paths(shell, tmp_path):
     path = f"{tmp_path}/bin:{os.environ['PATH']}"
     env = {**os.environ, "PATH": path, "HOME": str(tmp_path), "ZDOTDIR": str(tmp_path)}
     quiet = {"bash": ["--norc"], "fish": ["--no-config"], "zsh": ["-f"]}[shell]
-    done = subprocess.run(
-        [program, *quiet, "-c", SHELLS[shell]], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120,
-        check=False,
-    )  # fmt: skip
+    script = "\n".join([SHELLS[shell], *(f"reply {line}" for line in TYPED)])
+    options = {"capture_output": True, "text": True, "timeout": 120, "check": False}
+    done = subprocess.run([program, *quiet, "-c", script], cwd=tmp_path, env=env, **options)
     for words in ("convert", "--base", "dcp", "torch"):
         assert words in done.stdout, done.stdout + done.stderr
     files = {"bash": "compopt=default", "fish": "RUN/step_00000100", "zsh": "files"}[shell]

@@ -54,14 +54,6 @@ def test_only_the_function_that_quotes_fields_puts_them_into_a_command_line():
                 check(hint)
 
 
-@pytest.mark.parametrize("hint", ["ckptkit ls a b", "ckptkit verify", "ckptkit prune R --max-nun 3", "ckptkit ls R."])
-def test_the_check_finds_a_hint_that_cannot_be_pasted(hint, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "R").mkdir()
-    with pytest.raises(AssertionError):
-        check_line(hint)
-
-
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory, zoo: Path) -> Path:
     """A run, a run with a damaged newest step, and a foreign checkpoint, in a directory with a space in its name."""

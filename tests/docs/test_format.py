@@ -1,9 +1,5 @@
 """docs/format.md is sufficient: a reader written from it alone restores, bit for bit, what ranks have saved."""
 
-import ast
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -84,10 +80,3 @@ def test_every_file_digest_covers_the_bytes_that_the_page_states(ranks, tmp_path
         assert xxhash.xxh3_64_hexdigest(data) == digest, path
         nbytes = (tmp_path / "step_00000003" / path).stat().st_size
         assert (len(data) < nbytes) == (nbytes > 65536), path
-
-
-def test_the_reader_written_from_the_page_imports_only_the_standard_library_and_numpy():
-    tree = ast.parse((Path(__file__).parent / "reader.py").read_text(encoding="utf-8"))
-    names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
-    names |= {str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-    assert {name.partition(".")[0] for name in names} - set(sys.stdlib_module_names) == {"numpy"}

@@ -1,6 +1,5 @@
 """Plans as values: the layout of files, their printed form, and the work of each rank."""
 
-import json
 import re
 from dataclasses import replace
 
@@ -103,16 +102,6 @@ def test_files_are_divided_evenly_and_the_last_goes_to_the_first_rank():
     loads = [sum(f.nbytes for f, rank in zip(files, owners, strict=False) if rank == r) for r in (0, 1)]
     assert max(loads) - min(loads) <= 4  # the last file
     assert owners[-1] == 0
-
-
-def test_a_key_map_is_accepted_by_name_file_or_object(tmp_path):
-    path = tmp_path / "map.json"
-    path.write_text(json.dumps({"name": "mine", "rules": [{"op": "rename", "from": "a", "to": "b"}]}))
-    found = resolve_key_map(str(path))
-    assert found is not None and found.name == "mine"
-    assert resolve_key_map(found) is found
-    assert resolve_key_map(None) is None
-    assert resolve_key_map("torchtitan-llama3") is not None
 
 
 def test_a_key_map_can_come_from_an_installed_package(tmp_path, monkeypatch):

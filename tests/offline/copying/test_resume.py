@@ -13,7 +13,7 @@ from ckptkit import convert, reshard, verify
 from ckptkit.formats.checks import Verifier
 from ckptkit.storage import journal, publish
 from tests.offline.exports import write_model
-from tests.offline.folders import names, refused
+from tests.offline.folders import names
 from tests.offline.resuming import COLUMNS, assert_whole, killed, went_on
 from tests.patches import after, failing
 
@@ -70,11 +70,6 @@ def test_the_next_run_continues_after_ctrl_c_even_in_the_same_process(source, tm
     assert not (tmp_path / "out").exists()
     assert "1 of 5 parts" in went_on(convert(str(source), str(tmp_path / "out")).notes)
     assert names(tmp_path) == ["in", "out"]
-
-
-def test_after_an_error_nothing_is_kept(source, tmp_path, monkeypatch):
-    monkeypatch.setattr(journal.Journal, "done", failing(OSError("no")))
-    refused(OSError, "no", convert, source, tmp_path / "out")
 
 
 def restart_the_machine(left: Path) -> None:
