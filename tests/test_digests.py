@@ -1,4 +1,4 @@
-"""Digests: their values, and that another algorithm needs changes in one module only."""
+"""The values of digests, and what they prove."""
 
 import zlib
 
@@ -18,44 +18,8 @@ from ckptkit.digests import (
     proves_equality,
 )
 from ckptkit.errors import UnsupportedFormatError
-from tests.ranks import run_script
 
 DATA = bytes(range(256)) * 999
-
-ANOTHER = """
-import sys
-for name in [name for name in sys.modules if name.startswith("ckptkit")]:
-    del sys.modules[name]
-
-import xxhash
-from ckptkit import digests
-digests.DIGEST = "xxh64"
-digests._HASHERS["xxh64"] = xxhash.xxh64
-digests.NAMES = tuple(digests._HASHERS)
-digests.digest_of, digests.hex_digest_of = xxhash.xxh64_intdigest, xxhash.xxh64_hexdigest
-digests.new_hasher.__defaults__ = digests.hash_of.__defaults__ = ("xxh64",)
-
-import json, pathlib
-import torch
-from ckptkit import CheckpointManager, TrainState, verify
-model = torch.nn.Linear(300, 200)
-with CheckpointManager(sys.argv[1]) as manager:
-    manager.save(1, TrainState(model=model))
-    wanted = model.weight.detach().clone()
-    torch.nn.init.zeros_(model.weight)
-    assert manager.load(TrainState(model=model)) is not None
-    assert torch.equal(model.weight, wanted)
-step = pathlib.Path(sys.argv[1], "step_00000001")
-text = (step / "checkpoint.json").read_text()
-assert "xxh3" not in text and "xxh64" in text, text
-assert b"slice.xxh64" in (step / "manifest.safetensors").read_bytes()
-assert verify(str(step)).ok
-file = next(step.glob("*.distcp"))
-data = bytearray(file.read_bytes())
-data[len(data) // 2] ^= 1
-file.write_bytes(data)
-assert not verify(str(step)).ok
-"""
 
 
 @pytest.mark.parametrize("algorithm", [CRC, DIGEST, SHA256])
@@ -78,11 +42,6 @@ def test_an_unknown_algorithm_is_refused():
 
 def test_a_crc_does_not_prove_equality():
     assert [proves_equality(name) for name in (DIGEST, CRC, None)] == [True, False, False]
-
-
-def test_changing_the_digest_affects_only_one_module(tmp_path):
-    code, said = run_script(ANOTHER, str(tmp_path))
-    assert code == 0, said
 
 
 def test_a_mismatch_shows_all_digits_of_both_digests():

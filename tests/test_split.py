@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.split import LONG, NIGHT, at_night, in_order, only_at_night, sweeps
+from tests.split import LONG, NIGHT, at_night, sweeps
 
 ROOT = Path(__file__).parents[1]
 
@@ -29,17 +29,6 @@ def _exists(place: str) -> bool:
 
 def test_each_long_file_exists():
     assert [file for file in LONG if not (ROOT / file).exists()] == []
-
-
-def test_long_files_start_first_in_table_order():
-    items = [Item(f"{file}::{test}") for file in ("a.py", LONG[1], LONG[0]) for test in "xy"]
-    sorted_files = LONG[0], LONG[1], "a.py"
-    assert [item.nodeid for item in in_order(items)] == [f"{file}::{test}" for file in sorted_files for test in "xy"]
-
-
-def test_a_file_with_only_nightly_tests_is_not_imported_by_day(monkeypatch):
-    monkeypatch.setattr("tests.split.NIGHT", {"a": 0, "a/x.py": 2, "a/y.py::f": 3, "b/z.py::f": 0})
-    assert [only_at_night(file) for file in ("a/w.py", "a/x.py", "a/y.py", "b/z.py")] == [True, False, False, False]
 
 
 def _listed(heading: str) -> list[str]:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor, Shard
 
-from ckptkit import CheckpointManager, TrainState
+from ckptkit import TrainState
 from ckptkit.fsdp import FSDPConfig, FSDPStrategy
 from tests.checkpoint import states
 from tests.checkpoint.jobs import numbers
@@ -112,22 +112,3 @@ def test_each_rank_reads_its_own_part_of_a_full_checkpoint(tmp_path):
     report = states.load(tmp_path, TrainState(model=model, rng=False), verify=False)
     held = next(model.parameters()).to_local().nbytes
     assert held <= report.nbytes <= held * 1.1
-
-
-@on_ranks(2)
-def test_a_deferred_optimizer_takes_the_same_first_step_as_an_uninterrupted_run(tmp_path):
-    facade, model, optimizer = models.prepared(build=models.lora, seed=1, lr=1e-2)
-    models.train_sharded(model, facade, optimizer, range(2))
-    facade.save_ckpt(model, tmp_path, optimizer=optimizer)
-    expected = models.train_sharded(model, facade, optimizer, range(2, 4))
-
-    state = TrainState(model=facade.prepare_model(models.made(models.lora, 7)), rng=False)
-    with CheckpointManager(tmp_path) as manager:
-        handle = manager.load(state, optimizer="deferred").deferred
-        assert handle is not None
-        assert handle.pending
-        state.optimizer = facade.create_optimizer(state.model, lr=0.5)
-        handle.apply()
-    assert not handle.pending
-    assert all(isinstance(s["exp_avg"], DTensor) for s in state.optimizer.state.values())
-    assert models.train_sharded(state.model, facade, state.optimizer, range(2, 4)) == expected
