@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import ckptkit
-from ckptkit import CheckpointManager, DCPReader, DCPWriter, RetentionPolicy, StateDictType, TrainState
+from ckptkit import CheckpointManager, DCPReader, DCPWriter, RetentionPolicy, TrainState
 from ckptkit.arguments import globs, location
 from ckptkit.errors import UsageError
 from ckptkit.fsdp import FSDPConfig, FSDPStrategy, param_groups
@@ -74,24 +74,18 @@ def lightning(**options: Any) -> Any:
 
 Mistakes = list[tuple[Callable[[], Any], str]]
 MANAGER: Mistakes = [
-    (lambda: CheckpointManager(None), f"url is None, {LOCATION}"),
     (lambda: CheckpointManager(MODEL), f"url is of type Linear, {LOCATION}"),
     (lambda: CheckpointManager(Path("s3://bucket/run")), "Path has changed '://' to ':/'"),
     (lambda: manager(retention=RetentionPolicy), "retention is the class RetentionPolicy, expected RetentionPolicy("),
-    (lambda: manager(retention={"max_num": 3}), "retention is of type dict, expected RetentionPolicy("),
     (lambda: manager(state_dict_type="shard"), "'shard': expected full, sharded or local"),
-    (lambda: manager(state_dict_type=StateDictType), "expected full, sharded or local"),
     (lambda: manager(max_shard_size=0), "max_shard_size is 0, expected more than 0 bytes"),
     (lambda: manager(max_shard_size="5 gigs"), f"max_shard_size: '5 gigs' {SIZE}"),
-    (lambda: manager(max_shard_size=None), f"None {SIZE}"),
     (lambda: manager(timeout_s=0), "timeout_s is 0.0, expected more than 0 seconds"),
     (lambda: manager(timeout_s=datetime.timedelta(minutes=5)), "timeout_s: datetime.timedelta(seconds=300) is"),
     (lambda: manager(async_policy="drop"), "async_policy='drop': expected"),
     (lambda: manager(async_mode=True), "async_mode=True: expected"),
     (lambda: manager(async_mode="process"), "than a thread does. Use async_mode='thread'"),
     (lambda: manager(on_signal="SIGTERM"), f"on_signal is 'SIGTERM', {SIGNALS}"),
-    (lambda: manager(on_signal=["SIGTERM"]), f"on_signal is ['SIGTERM'], {SIGNALS}"),
-    (lambda: manager(on_signal=signal.SIGTERM), SIGNALS),
     (lambda: manager(on_signal=[signal.SIGKILL]), SIGNALS),
     (lambda: manager(on_signal=None), f"on_signal is None, {SIGNALS}"),
     (lambda: manager(on_commit="wandb"), "on_commit is 'wandb', expected a function"),
@@ -109,7 +103,6 @@ CALLS: Mistakes = [
     (lambda: TrainState(model=torch.nn.Linear), "TrainState: model is the class Linear, expected a module"),
     (lambda: TrainState(model=MODEL.state_dict()), "TrainState: model['weight'] is of type Tensor"),
     (lambda: state(optimizer=OPTIMIZER.state_dict()), "expected an optimizer with param_groups"),
-    (lambda: state(optimizer=[OPTIMIZER]), "TrainState: optimizer is of type list, expected an optimizer"),
     (lambda: state(optimizer=SCHEDULER), "TrainState: optimizer is of type StepLR, expected an optimizer"),
     (lambda: state(scheduler=torch.optim.lr_scheduler.StepLR), "TrainState: scheduler is the class StepLR"),
     (lambda: state(dataloader=torch.utils.data.DataLoader([1])), "such as torchdata's StatefulDataLoader"),
@@ -119,12 +112,10 @@ CALLS: Mistakes = [
     (lambda: save("1", state()), "step is '1', expected an int"),
     (lambda: save(1, TrainState), "state is the class TrainState, expected TrainState("),
     (lambda: save(1, state(), metrics=0.5), f"metrics is 0.5, {DICT} of names and numbers"),
-    (lambda: save(1, state(), metrics=[("loss", 0.5)]), f"metrics is of type list, {DICT} of names and numbers"),
     (lambda: save(1, state(), metrics={"loss": "0.5"}), "metric 'loss' is '0.5' (str), expected a number"),
     (lambda: save(1, state(), overwrite="no"), f"overwrite is 'no', {FLAG}"),
     (lambda: save(1, state(), tag="a/b"), "tag 'a/b' is refused"),
     (lambda: load(10.0), "which is 10.0, expected 'latest', 'best', a step"),
-    (lambda: load(None), "which is None, expected 'latest', 'best', a step"),
     (lambda: load(strict="no"), f"strict is 'no', {FLAG}"),
     (lambda: load(convert_dtype="bf16"), f"convert_dtype is 'bf16', {FLAG}"),
     (lambda: load(exclude=3), "exclude is 3, expected globs of FQNs"),
@@ -160,18 +151,11 @@ CALLS: Mistakes = [
     (lambda: ckptkit.open_checkpoint(MODEL), f"url is of type Linear, {LOCATION}"),
 ]  # fmt: skip
 TRAINING: Mistakes = [
-    (lambda: FSDPConfig("FULL_SHARD"), "enable_fsdp is 'FULL_SHARD', expected True or False"),
-    (lambda: FSDPConfig(tp="2"), "tp is '2', expected a number of ranks"),
-    (lambda: FSDPConfig(device="gpu"), "device is 'gpu', expected 'auto', 'cpu', 'cuda'"),
     (lambda: FSDPConfig.from_dict(None), f"values is None, {DICT}"),
-    (lambda: FSDPConfig.from_dict({"shardin": 1}), "FSDPConfig has no field 'shardin'"),
     (lambda: FSDPConfig.from_yaml(None), f"path is None, {LOCATION}"),
     (lambda: FSDPStrategy({"tp": 1}), "an FSDPConfig is expected, found {'tp': 1}"),
-    (lambda: FSDPStrategy(FSDPConfig), "an FSDPConfig is expected, found <class"),
     (lambda: FSDPStrategy(42), "pass seed="),
     (lambda: FSDPStrategy(seed="42"), f"seed is '42', {INTEGER} 0"),
-    (lambda: FSDPStrategy(seed=-1), f"seed is -1, {INTEGER} 0"),
-    (lambda: FSDPStrategy(micro_train_batch_size=2.0), "micro_train_batch_size is 2.0"),
     (lambda: FSDPStrategy(micro_train_batch_size=0), "micro_train_batch_size is 0"),
     (lambda: FSDPStrategy(train_batch_size=True), "train_batch_size is True"),
     (lambda: FSDPStrategy(norm_type=0.5), "norm type p is 0.5"),
@@ -180,12 +164,9 @@ TRAINING: Mistakes = [
     (lambda: FSDPStrategy().create_optimizer(MODEL, lr=1, eps=1, factory=torch.optim.SGD), "lr, eps would have no"),
     (lambda: FSDPStrategy().create_optimizer(MODEL, factory=list), "optimizer is of type list, expected"),
     (lambda: param_groups(MODEL, no_decay="bias"), "no_decay"),
-    (lambda: param_groups(MODEL, no_decay=None), "no_decay"),
     *((lambda item=item: param_groups(MODEL, no_decay=[item]), "no_decay") for item in (1, "", int)),
-    (lambda: FSDPStrategy(max_norm="1.0"), "max_norm is '1.0'; it must be 0 or None"),
     (lambda: FSDPStrategy(sync_every_micro_batch="no"), f"sync_every_micro_batch is 'no', {FLAG}"),
     (lambda: accelerate("run", "run"), "accelerator is 'run', expected an Accelerator"),
-    (lambda: accelerate(None, "run"), "accelerator is None, expected an Accelerator"),
     (lambda: trainer(None), f"url is None, {LOCATION}"),
     (lambda: trainer(retention=3), "retention is 3, expected RetentionPolicy("),
     (lambda: trainer(save_steps="100"), f"save_steps is '100', {INTEGER} 1"),
@@ -197,7 +178,6 @@ TRAINING: Mistakes = [
     (lambda: titan("checkpoint"), "checkpoint config is 'checkpoint', expected torchtitan's [checkpoint] section"),
     (lambda: titan({"intervall": 5}), "TorchtitanCheckpointer does not know intervall"),
     (lambda: titan({"interval": "ten"}), f"interval is 'ten', {INTEGER} 1"),
-    (lambda: titan({"interval": 0}), f"interval is 0, {INTEGER} 1"),
     (lambda: titan({"keep_latest_k": -1}), f"keep_latest_k is -1, {INTEGER} 0"),
     (lambda: titan({"async_mode": "asnyc"}), "async_mode is 'asnyc', expected one of disabled, async"),
     (lambda: titan({"exclude_from_loading": "optimizer"}), "exclude_from_loading is 'optimizer', expected a list"),
