@@ -50,16 +50,13 @@ def context() -> Any:
     return _context
 
 
-def _join(rank: int, world_size: int, rendezvous: str, timeout: float, device: str = "cpu") -> Any:
+def _join(rank: int, world_size: int, rendezvous: str, timeout: float) -> Any:
     """Make the default process group, and return it.
 
     The ranks meet in a server on rank 0, whose port is in a file: they would read anything else in a file every 10 ms.
     """
-    import torch
     import torch.distributed as dist
 
-    if device == "cuda":
-        torch.cuda.set_device(rank)
     limit = datetime.timedelta(seconds=timeout)
     meeting = dist.FileStore(rendezvous, world_size)
     if rank == 0:
@@ -67,8 +64,7 @@ def _join(rank: int, world_size: int, rendezvous: str, timeout: float, device: s
         meeting.set("port", str(store.port))
     else:
         store = dist.TCPStore("127.0.0.1", int(meeting.get("port")), world_size, is_master=False, timeout=limit)
-    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=limit)
     return dist.group.WORLD
 
 
@@ -117,10 +113,9 @@ def _once(
     args: Any,
     conn: Connection,
     timeout: float,
-    device: str,
 ) -> None:
     faulthandler.dump_traceback_later(max(1.0, timeout - 1), exit=False)
-    join = functools.partial(_join, rank, world_size, rendezvous, timeout, device)
+    join = functools.partial(_join, rank, world_size, rendezvous, timeout)
     conn.send_bytes(_answer(fn, rank, world_size, args, join))
     conn.close()
     sys.stdout.flush()
@@ -186,18 +181,12 @@ def _values(results: list[tuple[str, Any]]) -> list[Any]:
     return [value for _, value in results]
 
 
-def run_ranks(
-    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 150, device: str = "cpu"
-) -> list[Any]:
-    """Run `fn(*args)` on fresh ranks and return their results by rank. Raises RankError.
-
-    With `device="cuda"` each rank has a GPU, uses NCCL and gloo, and is spawned: CUDA does not work after a fork.
-    """
+def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 150) -> list[Any]:
+    """Run `fn(*args)` on fresh ranks and return their results by rank. Raises RankError."""
     rendezvous, processes, conns = _rendezvous(), [], []
-    making = multiprocessing.get_context("spawn") if device == "cuda" else context()
     for rank in range(world_size):
-        ours, theirs = making.Pipe(False)
-        process = making.Process(target=_once, args=(fn, rank, world_size, rendezvous, args, theirs, timeout, device))
+        ours, theirs = context().Pipe(False)
+        process = context().Process(target=_once, args=(fn, rank, world_size, rendezvous, args, theirs, timeout))
         process.start()
         theirs.close()
         processes.append(process)

@@ -8,7 +8,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from ckptkit.checkpoint.state.rng import share_stream, shared_stream
 from tests.ranks import on_ranks
 
 
@@ -30,10 +29,3 @@ def test_a_mesh_is_not_confused_with_an_equal_one_of_the_previous_task(ranks):
 def test_what_a_test_patches_on_a_rank_is_undone(turn, monkeypatch):
     assert not hasattr(math, "patched")
     monkeypatch.setattr(math, "patched", turn, raising=False)
-
-
-@pytest.mark.parametrize("turn", ["declared", "forgotten"])
-@on_ranks(1)
-def test_random_streams_that_a_test_declares_on_a_rank_are_forgotten(turn):
-    assert shared_stream(7, 8) == (7, 8)
-    share_stream(0, 1)

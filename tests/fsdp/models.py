@@ -11,6 +11,10 @@ from ckptkit.fsdp import FSDPConfig, FSDPStrategy
 from tests import dtensors
 
 VOCAB, WIDTH, SAMPLES, LENGTH = 19, 12, 8, 5
+SIZES = {
+    "vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "use_cache": False,
+}  # fmt: skip
 # Sharding strategies, and what else their configs need on four ranks.
 STRATEGIES: dict[str, dict[str, Any]] = {
     "FULL_SHARD": {},
@@ -97,18 +101,21 @@ def lora() -> nn.Module:
     return model
 
 
-def llama(tie: bool = False) -> nn.Module:
+def llama(**options: Any) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(
-        vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=32, tie_word_embeddings=tie, use_cache=False,
-    )  # fmt: skip
-    return LlamaForCausalLM(config)
+    return LlamaForCausalLM(LlamaConfig(**{**SIZES, "max_position_embeddings": 32, **options}))
 
 
 def tied_llama() -> nn.Module:
-    return llama(tie=True)
+    return llama(tie_word_embeddings=True)
+
+
+def qwen_moe() -> nn.Module:
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    experts = {"moe_intermediate_size": 12, "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **experts, decoder_sparse_step=1))
 
 
 def made(build: Callable[[], nn.Module], seed: int = 0) -> nn.Module:

@@ -228,14 +228,6 @@ def test_two_callbacks_keep_each_others_checkpoints(tmp_path):
     assert best.best_model_path == str(tmp_path / "best-step=1.ckpt")
 
 
-@on_ranks(2)
-def test_ckpt_path_last_resumes_from_the_newest_checkpoint_if_none_is_called_last(tmp_path):
-    first = First()
-    trained = snapshot(*fit(tmp_path, FSDP2Strategy(), saving(tmp_path), steps=3))
-    fit(tmp_path, FSDP2Strategy(), saving(tmp_path), first, steps=5, path="last")
-    assert equal(trained, first.state)
-
-
 class Partly(Lit):
     """Omits frozen weights from its state dict, as Lightning's documentation shows."""
 

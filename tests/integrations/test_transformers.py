@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from ckptkit import CheckpointManager, RetentionPolicy, TrainState, open_checkpo
 from ckptkit.errors import CheckpointMismatchError, UsageError
 from tests.checkpoint import states
 from tests.checkpoint.saving import steps
+from tests.fsdp import models
 from tests.lazy import LazyModule
 
 integration = LazyModule("ckptkit.integrations.transformers")
@@ -32,12 +34,8 @@ class Texts(torch.utils.data.Dataset):
         return {"input_ids": ids, "labels": ids}
 
 
-def llama(**options: Any) -> transformers.LlamaForCausalLM:
-    torch.manual_seed(0)
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(
-        vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=2, max_position_embeddings=16, **{"attention_dropout": 0.3, **options},
-    ))  # fmt: skip
+def llama(**options: Any) -> Any:
+    return models.made(partial(models.llama, **{"attention_dropout": 0.3, **options}))
 
 
 def arguments(work: Path, **options: Any) -> transformers.TrainingArguments:
@@ -293,12 +291,7 @@ def test_a_checkpoint_of_a_trainer_with_experts_is_restored_with_its_optimizer(t
     """The file has one tensor for each expert, while the model and its optimizer have all of them in one tensor."""
 
     def made(seed: int, steps: int) -> TrainState:
-        torch.manual_seed(seed)
-        config = transformers.Qwen3MoeConfig(
-            vocab_size=32, hidden_size=8, intermediate_size=12, moe_intermediate_size=4, num_hidden_layers=2,
-            num_attention_heads=2, num_key_value_heads=1, head_dim=4, num_experts=3, num_experts_per_tok=2,
-        )  # fmt: skip
-        return states.trained(transformers.Qwen3MoeForCausalLM(config), steps=steps)
+        return states.trained(models.made(models.qwen_moe, seed), steps=steps)
 
     theirs, mine = made(0, 1), made(1, 0)
     folder = tmp_path / "out" / "checkpoint-5"
