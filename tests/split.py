@@ -129,7 +129,6 @@ NIGHT: dict[str, int] = {
     "tests/integrations/test_extras.py": 0,
     "tests/integrations/test_hub.py": 20,
     "tests/integrations/test_transformers.py::test_resume_from_checkpoint_is_respected": 0,
-    "tests/integrations/test_transformers.py::test_checkpoints_written_by_a_trainer_are_resumed_from": 0,
     "tests/integrations/test_lightning.py": 0,
     "tests/integrations/test_lightning_interrupted.py": 0,
     "tests/integrations/test_lightning_shapes.py": 0,

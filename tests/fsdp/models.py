@@ -128,10 +128,6 @@ def batch(step: int) -> torch.Tensor:
     return torch.randint(0, VOCAB, (SAMPLES, LENGTH), generator=torch.Generator().manual_seed(1000 + step))
 
 
-def part(tokens: torch.Tensor, parts: int, index: int) -> torch.Tensor:
-    return tokens.chunk(parts)[index]
-
-
 def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     out = model(tokens)
     logits = getattr(out, "logits", out)
@@ -185,36 +181,6 @@ def step(
     return strategy.optimizer_step(optimizer, model)
 
 
-def mean_over_ranks(value: torch.Tensor) -> float:
-    value = value.detach().clone().float()
-    dist.all_reduce(value)
-    return value.item() / dist.get_world_size()
-
-
-def train_plain(
-    model: nn.Module,
-    steps: int = 3,
-    *,
-    max_norm: float = 0.0,
-    norm_type: float = 2.0,
-    lr: float = 1e-2,
-    device: str = "cpu",
-) -> tuple[list[float], list[float]]:
-    """Return losses and gradient norms of a single process on whole batches, with the same optimizer settings."""
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trainable, lr=lr, weight_decay=0.0)
-    losses, norms = [], []
-    for step in range(steps):
-        loss = loss_of(model, batch(step).to(device))
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(trainable, max_norm or float("inf"), norm_type)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-        norms.append(norm.item())
-    return losses, norms
-
-
 def train_sharded(
     model: nn.Module,
     strategy: FSDPStrategy,
@@ -227,7 +193,7 @@ def train_sharded(
     micro = strategy.accumulated_gradient
     losses, norms = [], []
     for step in steps:
-        mine = part(batch(step), strategy.data_parallel_size, strategy.data_parallel_rank).to(device)
+        mine = batch(step).chunk(strategy.data_parallel_size)[strategy.data_parallel_rank].to(device)
         total = torch.zeros(())
         for tokens in mine.chunk(micro):
             loss = loss_of(model, tokens)
@@ -235,20 +201,29 @@ def train_sharded(
             stepped = strategy.optimizer_step(optimizer, model)
             total += loss.detach().cpu() / micro
         assert stepped
-        losses.append(mean_over_ranks(total))
+        dist.all_reduce(total)
+        losses.append(total.item() / dist.get_world_size())
         norms.append(strategy.last_grad_norm.item())
     return losses, norms
 
 
 def run(
-    config: dict[str, Any], build: Callable[[], nn.Module], *, device: str = "cpu", **options: Any
-) -> dict[str, Any]:
-    """Train `build()` plainly and sharded on this rank; return both results."""
-    max_norm = options.pop("max_norm", 0.0)
-    norm_type = options.get("norm_type", 2.0)
-    lr = options.pop("lr", 1e-2)
+    config: dict[str, Any], build: Callable[[], nn.Module], *, device: str = "cpu", max_norm: float = 0.0,
+    lr: float = 1e-2, **options: Any,
+) -> dict[str, Any]:  # fmt: skip
+    """Train `build()` in a single process on whole batches, and sharded; return losses, norms and weights of both."""
     plain = made(build).to(device)
-    plain_losses, plain_norms = train_plain(plain, max_norm=max_norm, norm_type=norm_type, lr=lr, device=device)
+    trainable = [parameter for parameter in plain.parameters() if parameter.requires_grad]
+    other = torch.optim.AdamW(trainable, lr=lr, weight_decay=0.0)
+    plain_losses, plain_norms = [], []
+    for index in range(3):
+        loss = loss_of(plain, batch(index).to(device))
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(trainable, max_norm or float("inf"), options.get("norm_type", 2.0))
+        other.step()
+        other.zero_grad()
+        plain_losses.append(loss.item())
+        plain_norms.append(norm.item())
     seed = dist.get_rank()  # rank 0's values are broadcast
     strategy, model, optimizer = prepared(config, build, seed=seed, lr=lr, max_norm=max_norm, **options)
     losses, norms = train_sharded(model, strategy, optimizer, device=device)

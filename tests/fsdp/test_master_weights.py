@@ -18,6 +18,7 @@ from ckptkit.fsdp import DynamicGradScaler, FSDPConfig, FSDPStrategy, MasterWeig
 from tests.checkpoint import states
 from tests.dtensors import local
 from tests.fsdp import models
+from tests.patches import failing
 from tests.ranks import on_ranks
 
 MASTER = {"precision": "master", "mixed_precision": "bf16"}
@@ -325,11 +326,7 @@ def test_only_masters_of_changed_elements_are_replaced(caplog):
 
 def test_masters_are_restored_after_a_failed_step():
     model, optimizer = adam()
-
-    def fail(*_):
-        raise RuntimeError("out of memory")
-
-    handle = optimizer.base.register_step_pre_hook(fail)
+    handle = optimizer.base.register_step_pre_hook(failing(RuntimeError("out of memory")))
     models.loss_of(model, models.batch(1)).backward()
     with pytest.raises(RuntimeError, match="out of memory"):
         optimizer.step()
@@ -358,7 +355,7 @@ def test_overflow_on_one_rank_skips_the_step_on_all(precision, dtype, backoff):
     assert (scaler is not None) == (dtype == "fp16")
 
     def one(index, poisoned):
-        loss = models.loss_of(model, models.part(models.batch(index), 2, dist.get_rank()))
+        loss = models.loss_of(model, models.batch(index).chunk(2)[dist.get_rank()])
         if poisoned and dist.get_rank() == 1:
             loss = loss * math.inf
         strategy.backward(loss, model, optimizer)

@@ -84,7 +84,7 @@ def test_low_precision_stays_near_fp32(ranks, config, stored, tolerance):
 def _gradients(config):
     strategy = FSDPStrategy(FSDPConfig.from_dict(config))
     model = strategy.prepare_model(models.made(models.untied))
-    models.loss_of(model, models.part(models.batch(0), dist.get_world_size(), dist.get_rank())).backward()
+    models.loss_of(model, models.batch(0).chunk(dist.get_world_size())[dist.get_rank()]).backward()
     return {name: models.whole(parameter.grad) for name, parameter in model.named_parameters()}
 
 

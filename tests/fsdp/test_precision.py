@@ -98,7 +98,7 @@ def test_a_model_in_fp64_trains_in_fp64(config):
     plain = models.made(Doubled).double()
     other = make(plain.parameters())
     for step in batch:
-        for sample in models.part(step, 2, dist.get_rank()):
+        for sample in step.chunk(2)[dist.get_rank()]:
             strategy.backward(model(sample[None]).square().mean(), model, optimizer)
             stepped = strategy.optimizer_step(optimizer, model)
         assert stepped
@@ -146,7 +146,7 @@ def test_the_optimizer_gets_gradients_as_they_were_reduced(precision, reduce, dt
     strategy.prepare_model(model)
     expected = {name: torch.zeros_like(parameter, dtype=torch.float32) for name, parameter in plain.named_parameters()}
     for step in (0, 1):
-        mine = models.part(models.batch(step), 2, dist.get_rank())
+        mine = models.batch(step).chunk(2)[dist.get_rank()]
         plain.zero_grad()
         for one in (model, plain):
             models.loss_of(one, mine).backward()

@@ -181,13 +181,6 @@ def counting() -> type:
     return Count
 
 
-def test_a_finished_run_is_not_trained_further(tmp_path):
-    for _ in range(2):
-        trainer = trained(tmp_path, integration.CheckpointCallback(tmp_path / "run", save_steps=4))
-    assert trainer.state.global_step == 8
-    assert steps(tmp_path / "run") == [4, 8]
-
-
 @pytest.mark.parametrize("place", ["out", "run"])  # the Trainer's directory, and another one
 @pytest.mark.parametrize("lacking", [{}, {"best_global_step": None}], ids=["", "older"])  # older Trainers save no step
 def test_the_best_checkpoint_may_be_one_that_a_trainer_saved(tmp_path, place, lacking):
@@ -263,22 +256,6 @@ def test_a_callback_without_attach_or_with_another_trainer_is_an_error(tmp_path)
     trainer.add_callback(integration.CheckpointCallback(tmp_path / "loose"))
     with pytest.raises(UsageError, match=r"callback\.attach\(trainer\)"):
         trainer.train()
-
-
-def adapted() -> Any:
-    peft = pytest.importorskip("peft")
-    config = peft.LoHaConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"], module_dropout=0.1)
-    return peft.get_peft_model(llama(tie_word_embeddings=False), config)
-
-
-@pytest.mark.parametrize("build", [llama, adapted])
-def test_checkpoints_written_by_a_trainer_are_resumed_from(tmp_path, build):
-    straight = trained(tmp_path / "old", None, build(), save_strategy="steps", save_steps=4, weight_decay=0.1)
-    shutil.rmtree(tmp_path / "old" / "out" / "checkpoint-8")
-    callback = integration.CheckpointCallback(tmp_path / "old" / "out", save_steps=100)
-    resumed = trained(tmp_path, callback, build(), weight_decay=0.1)
-    assert (callback.loaded.step, resumed.state.global_step) == (4, 8)
-    assert same_weights(straight.model, resumed.model)
 
 
 def test_a_trainer_does_not_start_fresh_over_another_systems_checkpoint(zoo, tmp_path):
