@@ -9,7 +9,7 @@ path applies. `LONG` lists the files that start first.
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Protocol, TypeVar
 
 __all__ = ["LONG", "NIGHT", "PARTS", "at_night", "in_order", "only_at_night", "sweeps"]
@@ -236,29 +236,23 @@ class Test(Protocol):
 T = TypeVar("T", bound=Test)
 
 
-def at_night(items: Iterable[Test]) -> list[Test]:
+def at_night(items: Iterable[T]) -> list[T]:
     """Return those of `items` (all collected tests) that the nightly set runs."""
+    return [item for item, every, number in _numbered(items) if every == 0 or number % every]
+
+
+def sweeps(items: Iterable[T]) -> list[T]:
+    """Return those of `items` (all collected tests) that neither the daily set nor CI runs."""
+    return [item for item, every, number in _numbered(at_night(items)) if every or number]
+
+
+def _numbered(items: Iterable[T]) -> Iterator[tuple[T, int, int]]:
+    """Yield each case with the `every` of its test, and its number among the cases of this test."""
     seen: Counter[str] = Counter()
-    found = []
     for item in items:
         test = item.nodeid.partition("[")[0]
-        every = _every(test)
-        if every == 0 or seen[test] % every:
-            found.append(item)
+        yield item, _every(test), seen[test]
         seen[test] += 1
-    return found
-
-
-def sweeps(items: Iterable[Test]) -> list[Test]:
-    """Return those of `items` (all collected tests) that neither the daily set nor CI runs."""
-    seen: Counter[str] = Counter()
-    found = []
-    for item in at_night(items):
-        test = item.nodeid.partition("[")[0]
-        if _every(test) or seen[test]:
-            found.append(item)
-        seen[test] += 1
-    return found
 
 
 def only_at_night(file: str) -> bool:

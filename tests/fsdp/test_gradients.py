@@ -39,13 +39,9 @@ def parameters():
     ]
     made = []
     for whole, place in zip(whole_gradients(), places, strict=True):
-        if place is None:
-            parameter = nn.Parameter(torch.zeros_like(whole))
-            parameter.grad = whole.clone()
-        else:
-            parameter = nn.Parameter(distribute_tensor(torch.zeros_like(whole), *place))
-            parameter.grad = distribute_tensor(whole, *place)
-        made.append(parameter)
+        gradient = distribute_tensor(whole, *place) if place else whole.clone()
+        made.append(nn.Parameter(torch.zeros_like(gradient)))
+        made[-1].grad = gradient
     made.append(nn.Parameter(torch.ones(3), requires_grad=False))
     made.append(nn.Parameter(distribute_tensor(torch.ones(9), flat, [Shard(0)])))  # no gradient
     return made

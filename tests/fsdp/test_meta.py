@@ -134,12 +134,7 @@ def test_each_rank_reads_only_its_own_slices(ranks, zoo):
 
 
 def test_files_of_a_base_model_fill_a_model_with_a_head_and_the_reverse(tmp_path):
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    # Experts are stacked in memory. In the files, they have the longest names.
-    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1, "num_key_value_heads": 1}
-    config = MixtralConfig(**sizes, vocab_size=8, num_hidden_layers=2, num_local_experts=4)
-    headed = MixtralForCausalLM(config)
+    headed = models.qwen_moe()  # experts are stacked in memory; in the files, they have the longest names
     base = copy.deepcopy(headed.model)
     for saved, live in ((base, headed), (headed, base)):
         saved.save_pretrained(tmp_path / type(saved).__name__)

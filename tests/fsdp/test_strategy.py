@@ -168,7 +168,6 @@ def test_parameters_that_were_replaced_between_two_steps_are_refused_by_name(pre
 
 @on_ranks(2)
 def test_the_global_step_counts_steps_not_optimizers():
-    """Actor and critic step in turn, the critic twice as often; then the critic gets another optimizer."""
     strategy, actor, first = models.prepared()
     critic = strategy.prepare_model(models.made(models.untied))
     second = torch.optim.SGD(critic.parameters(), lr=0.1)
@@ -211,10 +210,6 @@ def test_optimizers_of_one_model_step_in_the_same_window():
 ], ids=["fp32", "fp16", "master"])  # fmt: skip
 @on_ranks(2)
 def test_the_last_accumulation_window_may_be_shorter(config, tolerance, every):
-    """End the window after two of four backward passes, and compare with one process on the same samples.
-
-    Gradients are reduced in the last pass, or in each.
-    """
     strategy, model, optimizer = models.prepared(
         config, factory=SGD, max_norm=1.0, train_batch_size=8, sync_every_micro_batch=every
     )
@@ -314,7 +309,6 @@ def test_a_loss_that_was_not_scaled_is_refused():
 
 @on_ranks(2)
 def test_an_optimizer_with_its_own_scaler_is_scaled_and_clipped():
-    """A MasterWeightOptimizer created by the user, with a scaler: its scale and the strategy's limit are used."""
     strategy = FSDPStrategy(FSDPConfig(mixed_precision="fp16", precision="master"), max_norm=1e-3)
     model = strategy.prepare_model(models.made(models.untied))
     scaler = DynamicGradScaler(256.0, dtype=torch.float16)
@@ -596,7 +590,6 @@ def test_tensor_parallel_ranks_draw_the_same_numbers_on_any_layout(ranks, tmp_pa
 @pytest.mark.parametrize("precision", ["mixed", "master"])
 @on_ranks(2)
 def test_a_nan_gradient_is_an_error_on_request(precision):
-    """One element of one gradient is NaN in rank 1's shard."""
     config = {"mixed_precision": "bf16", "precision": precision}
     strategy, model, optimizer = models.prepared(config, error_if_nonfinite=True)
     before = models.weights(model)

@@ -137,11 +137,3 @@ def test_a_run_resumes_on_another_number_of_ranks(tmp_path, size):
     assert here == 2 or (callback.loaded.step, trained.state.global_step) == (3, 8)
     samples = f"had {2 * 2} samples; now a step has {2 * here}"
     assert [samples in text for text in warnings] == [True] * (here != 2 and dist.get_rank() == 0), warnings
-
-
-@on_ranks(2, 1)
-def test_an_accelerators_dataloader_that_resumes_on_another_number_of_ranks_is_warned_about(tmp_path):
-    here = dist.get_world_size()
-    with logged() as warnings:
-        accelerated(tmp_path, 2 * (3 - here), False)
-    assert ["dataloader_0: all 2 ranks saved the same state" in text for text in warnings] == [True] * (here == 1)

@@ -120,12 +120,6 @@ def test_the_best_model_is_kept_and_loaded_at_the_end(tmp_path):
     assert trainer.evaluate()["eval_loss"] == losses[best]
 
 
-def test_a_step_is_saved_with_metrics_only_if_it_was_evaluated(tmp_path):
-    evaluated(tmp_path, integration.CheckpointCallback(tmp_path / "run", save_steps=1))
-    with CheckpointManager(tmp_path / "run") as manager:
-        assert [record.step for record in manager.list() if record.metrics] == [2, 4, 6, 8]
-
-
 SAVED_TWICE = {
     "evaluated after the first save": {"save_strategy": "epoch", "eval_strategy": "epoch"},
     "not evaluated": {"save_strategy": "epoch"},
