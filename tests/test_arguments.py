@@ -14,7 +14,11 @@ from ckptkit import CheckpointManager, DCPReader, DCPWriter, RetentionPolicy, Tr
 from ckptkit.arguments import globs, location
 from ckptkit.errors import UsageError
 from ckptkit.fsdp import FSDPConfig, FSDPStrategy, param_groups
+from ckptkit.integrations.torchtitan import TorchtitanCheckpointer
+from tests.lazy import LazyModule
 
+accelerate, trainer = LazyModule("ckptkit.integrations.accelerate"), LazyModule("ckptkit.integrations.transformers")
+lightning = LazyModule("ckptkit.integrations.lightning")
 MODEL = torch.nn.Linear(2, 2)
 OPTIMIZER = torch.optim.AdamW(MODEL.parameters())
 SCHEDULER = torch.optim.lr_scheduler.StepLR(OPTIMIZER, 1)
@@ -45,31 +49,8 @@ def load(which: Any = "latest", **options: Any) -> Any:
 
 
 def titan(config: Any, **named: Any) -> Any:
-    from ckptkit.integrations.torchtitan import TorchtitanCheckpointer
-
     given = {"dataloader": None, "model_parts": [MODEL], "optimizers": [OPTIMIZER], "lr_schedulers": SCHEDULER}
     return TorchtitanCheckpointer(**{**given, "states": {}, "checkpoint_config": config, "url": "run", **named})
-
-
-def accelerate(accelerator: Any, url: Any) -> Any:
-    pytest.importorskip("accelerate")
-    from ckptkit.integrations.accelerate import AcceleratorCheckpoints
-
-    return AcceleratorCheckpoints(accelerator, url)
-
-
-def trainer(url: Any = "run", **options: Any) -> Any:
-    pytest.importorskip("transformers")
-    from ckptkit.integrations.transformers import CheckpointCallback
-
-    return CheckpointCallback(url, **options)
-
-
-def lightning(**options: Any) -> Any:
-    pytest.importorskip("lightning")
-    from ckptkit.integrations.lightning import ManagedCheckpoint
-
-    return ManagedCheckpoint(**options)
 
 
 Mistakes = list[tuple[Callable[[], Any], str]]
@@ -166,15 +147,15 @@ TRAINING: Mistakes = [
     (lambda: param_groups(MODEL, no_decay="bias"), "no_decay"),
     *((lambda item=item: param_groups(MODEL, no_decay=[item]), "no_decay") for item in (1, "", int)),
     (lambda: FSDPStrategy(sync_every_micro_batch="no"), f"sync_every_micro_batch is 'no', {FLAG}"),
-    (lambda: accelerate("run", "run"), "accelerator is 'run', expected an Accelerator"),
-    (lambda: trainer(None), f"url is None, {LOCATION}"),
-    (lambda: trainer(retention=3), "retention is 3, expected RetentionPolicy("),
-    (lambda: trainer(save_steps="100"), f"save_steps is '100', {INTEGER} 1"),
-    (lambda: trainer(resume="no"), f"resume is 'no', {FLAG}"),
-    (lambda: trainer(state_dict_type="dcp"), "'dcp': expected full, sharded or local"),
-    (lambda: lightning(retention=3), "retention is 3, expected RetentionPolicy("),
-    (lambda: lightning(state_dict_type="dcp"), "'dcp': expected full, sharded or local"),
-    (lambda: lightning(storage_options=[1]), f"storage_options is of type list, {DICT}"),
+    (lambda: accelerate.AcceleratorCheckpoints("run", "run"), "accelerator is 'run', expected an Accelerator"),
+    (lambda: trainer.CheckpointCallback(None), f"url is None, {LOCATION}"),
+    (lambda: trainer.CheckpointCallback("run", retention=3), "retention is 3, expected RetentionPolicy("),
+    (lambda: trainer.CheckpointCallback("run", save_steps="100"), f"save_steps is '100', {INTEGER} 1"),
+    (lambda: trainer.CheckpointCallback("run", resume="no"), f"resume is 'no', {FLAG}"),
+    (lambda: trainer.CheckpointCallback("run", state_dict_type="dcp"), "'dcp': expected full, sharded or local"),
+    (lambda: lightning.ManagedCheckpoint(retention=3), "retention is 3, expected RetentionPolicy("),
+    (lambda: lightning.ManagedCheckpoint(state_dict_type="dcp"), "'dcp': expected full, sharded or local"),
+    (lambda: lightning.ManagedCheckpoint(storage_options=[1]), f"storage_options is of type list, {DICT}"),
     (lambda: titan("checkpoint"), "checkpoint config is 'checkpoint', expected torchtitan's [checkpoint] section"),
     (lambda: titan({"intervall": 5}), "TorchtitanCheckpointer does not know intervall"),
     (lambda: titan({"interval": "ten"}), f"interval is 'ten', {INTEGER} 1"),

@@ -10,7 +10,7 @@ from ckptkit import CheckpointManager, TrainState
 from ckptkit.checkpoint.save.staging import StagingBuffers
 from ckptkit.formats.dcp import host_bytes
 from ckptkit.formats.dcp.host_bytes import HostBytes
-from tests.checkpoint.states import bits
+from tests.checkpoint.states import bits, trained
 
 DTYPES = "float32 float64 bfloat16 float16 float8_e4m3fn float8_e5m2 int64 int8 uint8 bool"
 
@@ -37,11 +37,7 @@ def training(device: str, seed: int | None = None) -> TrainState:
     """Return a model with tensors of every dtype and an optimizer after a step; values depend on the seed."""
     torch.manual_seed(0 if seed is None else seed)
     model = nn.ModuleDict({"layer": nn.Linear(16, 8), "tensors": Tensors(device, seed)}).to(device)
-    optimizer = torch.optim.AdamW(model["layer"].parameters(), lr=0.1)
-    model["layer"](torch.randn(4, 16).to(device)).square().sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return TrainState(model=model, optimizer=optimizer)
+    return trained(model, params=model["layer"].parameters(), lr=0.1)
 
 
 def contents(state: TrainState) -> Any:
