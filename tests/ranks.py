@@ -105,25 +105,7 @@ def _forget_meshes() -> None:
     gc.collect()
 
 
-def _once(
-    fn: Callable[..., Any],
-    rank: int,
-    world_size: int,
-    rendezvous: str,
-    args: Any,
-    conn: Connection,
-    timeout: float,
-) -> None:
-    faulthandler.dump_traceback_later(max(1.0, timeout - 1), exit=False)
-    join = functools.partial(_join, rank, world_size, rendezvous, timeout)
-    conn.send_bytes(_answer(fn, rank, world_size, args, join))
-    conn.close()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)  # no atexit hooks, no hanging gloo threads
-
-
-def _serve(conn: Connection, rank: int, world_size: int, rendezvous: str) -> None:
+def _serve(conn: Connection, rank: int, world_size: int, rendezvous: str, group_timeout: float) -> None:
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import _world
 
@@ -131,7 +113,7 @@ def _serve(conn: Connection, rank: int, world_size: int, rendezvous: str) -> Non
 
     def join() -> Any:
         nonlocal world
-        world = world or _join(rank, world_size, rendezvous, _GROUP_S)
+        world = world or _join(rank, world_size, rendezvous, group_timeout)
         _world.group_count = number * 1000  # names new groups; a task that failed on one rank made fewer of them there
         return world
 
@@ -181,25 +163,6 @@ def _values(results: list[tuple[str, Any]]) -> list[Any]:
     return [value for _, value in results]
 
 
-def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 150) -> list[Any]:
-    """Run `fn(*args)` on fresh ranks and return their results by rank. Raises RankError."""
-    rendezvous, processes, conns = _rendezvous(), [], []
-    for rank in range(world_size):
-        ours, theirs = context().Pipe(False)
-        process = context().Process(target=_once, args=(fn, rank, world_size, rendezvous, args, theirs, timeout))
-        process.start()
-        theirs.close()
-        processes.append(process)
-        conns.append(ours)
-    try:
-        return _values(_collect(conns, timeout))
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
-        Path(rendezvous).unlink(missing_ok=True)
-
-
 def _execute(code: str, arguments: tuple[str, ...], output: str) -> None:
     to = os.open(output, os.O_WRONLY | os.O_CREAT)
     os.dup2(to, 1)
@@ -227,12 +190,12 @@ def run_script(code: str, *arguments: str) -> tuple[int, str]:
 class _Team:
     """The ranks of one world size. They keep their process group, and with it what DTensor has computed on its mesh."""
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, timeout: float = _GROUP_S) -> None:
         self.rendezvous, self.processes, self.conns = _rendezvous(), list[Any](), list[Connection]()
         self.tasks, self.last = 0, ""
         for rank in range(world_size):
             ours, theirs = context().Pipe()
-            serve = functools.partial(_serve, theirs, rank, world_size, self.rendezvous)
+            serve = functools.partial(_serve, theirs, rank, world_size, self.rendezvous, timeout)
             process = context().Process(target=serve, daemon=True)
             process.start()
             theirs.close()
@@ -260,6 +223,15 @@ class _Team:
             process.kill()
             process.join()
         Path(self.rendezvous).unlink(missing_ok=True)
+
+
+def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 150) -> list[Any]:
+    """Run `fn(*args)` on fresh ranks and return their results by rank. Raises RankError."""
+    team = _Team(world_size, timeout)
+    try:
+        return team.run(fn, args, timeout)
+    finally:
+        team.close()
 
 
 class Pool:
