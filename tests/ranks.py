@@ -50,13 +50,16 @@ def context() -> Any:
     return _context
 
 
-def _join(rank: int, world_size: int, rendezvous: str, timeout: float) -> Any:
+def _join(rank: int, world_size: int, rendezvous: str, timeout: float, device: str) -> Any:
     """Make the default process group, and return it.
 
     The ranks meet in a server on rank 0, whose port is in a file: they would read anything else in a file every 10 ms.
     """
+    import torch
     import torch.distributed as dist
 
+    if device == "cuda":
+        torch.cuda.set_device(rank)
     limit = datetime.timedelta(seconds=timeout)
     meeting = dist.FileStore(rendezvous, world_size)
     if rank == 0:
@@ -64,7 +67,8 @@ def _join(rank: int, world_size: int, rendezvous: str, timeout: float) -> Any:
         meeting.set("port", str(store.port))
     else:
         store = dist.TCPStore("127.0.0.1", int(meeting.get("port")), world_size, is_master=False, timeout=limit)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=limit)
+    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
     return dist.group.WORLD
 
 
@@ -105,7 +109,7 @@ def _forget_meshes() -> None:
     gc.collect()
 
 
-def _serve(conn: Connection, rank: int, world_size: int, rendezvous: str, group_timeout: float) -> None:
+def _serve(conn: Connection, rank: int, world_size: int, rendezvous: str, limit: float, device: str) -> None:
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import _world
 
@@ -113,7 +117,7 @@ def _serve(conn: Connection, rank: int, world_size: int, rendezvous: str, group_
 
     def join() -> Any:
         nonlocal world
-        world = world or _join(rank, world_size, rendezvous, group_timeout)
+        world = world or _join(rank, world_size, rendezvous, limit, device)
         _world.group_count = number * 1000  # names new groups; a task that failed on one rank made fewer of them there
         return world
 
@@ -190,13 +194,14 @@ def run_script(code: str, *arguments: str) -> tuple[int, str]:
 class _Team:
     """The ranks of one world size. They keep their process group, and with it what DTensor has computed on its mesh."""
 
-    def __init__(self, world_size: int, timeout: float = _GROUP_S) -> None:
+    def __init__(self, world_size: int, timeout: float = _GROUP_S, device: str = "cpu") -> None:
         self.rendezvous, self.processes, self.conns = _rendezvous(), list[Any](), list[Connection]()
         self.tasks, self.last = 0, ""
+        making = multiprocessing.get_context("spawn") if device == "cuda" else context()
         for rank in range(world_size):
-            ours, theirs = context().Pipe()
-            serve = functools.partial(_serve, theirs, rank, world_size, self.rendezvous, timeout)
-            process = context().Process(target=serve, daemon=True)
+            ours, theirs = making.Pipe()
+            serve = functools.partial(_serve, theirs, rank, world_size, self.rendezvous, timeout, device)
+            process = making.Process(target=serve, daemon=True)
             process.start()
             theirs.close()
             self.processes.append(process)
@@ -225,9 +230,14 @@ class _Team:
         Path(self.rendezvous).unlink(missing_ok=True)
 
 
-def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 150) -> list[Any]:
-    """Run `fn(*args)` on fresh ranks and return their results by rank. Raises RankError."""
-    team = _Team(world_size, timeout)
+def run_ranks(
+    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 150, device: str = "cpu"
+) -> list[Any]:
+    """Run `fn(*args)` on fresh ranks and return their results by rank. Raises RankError.
+
+    With `device="cuda"` each rank has a GPU, uses NCCL and gloo, and is spawned: CUDA does not work after a fork.
+    """
+    team = _Team(world_size, timeout, device)
     try:
         return team.run(fn, args, timeout)
     finally:
