@@ -132,7 +132,7 @@ def _serve(conn: Connection, rank: int, world_size: int, rendezvous: str, limit:
         if "ckptkit.checkpoint.state.rng" in sys.modules:  # a strategy has declared which ranks draw the same numbers
             sys.modules["ckptkit.checkpoint.state.rng"]._shared = None  # type: ignore[attr-defined]
         conn.send_bytes(answer)
-        if len(_world.pg_map) > 1:
+        if len(_world.pg_map) > 1 and device == "cpu":
             while group := next((group for group in _world.pg_map if group is not world), None):
                 dist.destroy_process_group(group)  # takes hundredths of a second, while the test goes on
             _forget_meshes()
