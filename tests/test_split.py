@@ -1,7 +1,7 @@
 """The table of daily and nightly tests is consistent, and rules that only the night checks are listed."""
 
 import re
-from dataclasses import dataclass
+from collections import namedtuple
 from pathlib import Path
 
 from tests.split import LONG, NIGHT, at_night, sweeps
@@ -9,9 +9,7 @@ from tests.split import LONG, NIGHT, at_night, sweeps
 ROOT = Path(__file__).parents[1]
 
 
-@dataclass(frozen=True)
-class Item:
-    nodeid: str
+Item = namedtuple("Item", "nodeid")
 
 
 def test_each_path_of_the_table_exists():

@@ -89,7 +89,6 @@ class Doubled(nn.Module):
 @pytest.mark.parametrize("config", [{}, {"sharding_strategy": "NO_SHARD"}], ids=["sharded", "replicated"])
 @on_ranks(2)
 def test_a_model_in_fp64_trains_in_fp64(config):
-    """Train on a part of the batch per rank, and in one process on all of it."""
     generator = torch.Generator().manual_seed(4)
     batch = torch.randn(3, 4, 6, generator=generator, dtype=torch.float64) / 3
     make, options = partial(torch.optim.SGD, lr=0.3), {"max_norm": 0.01, "train_batch_size": 4}

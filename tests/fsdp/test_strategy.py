@@ -278,7 +278,6 @@ def test_no_sync_accumulates_like_a_window(config):
 @pytest.mark.parametrize("world_size", [2, 4])
 @on_ranks("world_size")
 def test_context_parallel_training_equals_training_on_whole_sequences(world_size):
-    """Two ranks share samples and split them along the sequence: each gets half of the tokens, from both ends."""
     from torch.distributed.tensor.experimental import context_parallel
 
     strategy, model, optimizer = models.prepared({"cp": 2}, factory=SGD)

@@ -37,7 +37,6 @@ def test_sharding_a_second_time_changes_nothing_and_warns():
 @pytest.mark.parametrize("by_hand", [True, False])
 @on_ranks(2)
 def test_units_made_by_hand_before_are_kept(by_hand):
-    """The root is always a unit."""
     model = models.made(models.untied)
     if by_hand:
         fully_shard(model.layers[0])
@@ -322,7 +321,6 @@ def test_ignored_parameters_that_differ_or_train_are_warned_about():
 ], ids=str)  # fmt: skip
 @on_ranks(2)
 def test_prefetch_gathers_the_requested_number_of_units_ahead(config, forward, backward):
-    """See which other blocks are gathered while the first computes, and while the last runs backward."""
     model = shard(models.untied(), FSDPConfig(auto_wrap_policy="BLOCKS", **config))
     groups = [layer._get_fsdp_state()._fsdp_param_group for layer in model.layers]
     found = {}

@@ -65,13 +65,14 @@ def test_a_resumed_run_is_bit_equal_to_an_uninterrupted_one(place):
     check_resumed(again, run)
 
 
-def test_a_checkpoint_written_by_accelerate_is_resumed_from(tmp_path):
-    run, again = Run(), Run()
+def test_a_checkpoint_written_by_accelerate_is_resumed_from_and_load_hooks_run(tmp_path):
+    run, again, calls = Run(), Run(), []
     run.train(2)
-    run.accelerator.save_state(str(tmp_path / "old"))
-    with again.checkpoints(tmp_path / "new") as checkpoints:
-        checkpoints.load_state(str(tmp_path / "old"), rng_on_resize="keep")
-    assert again.counter.value == 2
+    run.accelerator.save_state(str(tmp_path / "checkpoint_5"))
+    again.accelerator.register_load_state_pre_hook(lambda models, folder: calls.append(folder))
+    with again.checkpoints(tmp_path) as checkpoints:
+        assert checkpoints.load_state(rng_on_resize="keep") is not None
+    assert calls == [str(tmp_path)] and again.counter.value == 2
     check_resumed(again, run)
 
 
@@ -114,15 +115,6 @@ def test_hooks_that_empty_their_lists_remove_nothing_from_the_checkpoint(tmp_pat
         check_resumed(again, run)
         checkpoints.save_state(2)
     assert open_checkpoint(str(tmp_path))["model.0.weight"] is not None
-
-
-def test_load_hooks_run_for_a_checkpoint_of_the_accelerator_itself(tmp_path):
-    run, again, calls = Run(), Run(), []
-    run.train(1)
-    run.accelerator.save_state(str(tmp_path / "checkpoint_5"))
-    again.accelerator.register_load_state_pre_hook(lambda models, folder: calls.append(folder))
-    with again.checkpoints(tmp_path) as checkpoints:
-        assert checkpoints.load_state() is not None and calls == [str(tmp_path)]
 
 
 def test_objects_that_are_not_restored_are_named(tmp_path, caplog):

@@ -68,7 +68,6 @@ def train(work: Path, callback: CheckpointCallback, steps: int, *, fsdp: bool) -
 @pytest.mark.parametrize(("fsdp", "kind"), [(False, "Parameter"), (True, "DTensor")], ids=["ddp", "fsdp2"])
 @on_ranks(2)
 def test_a_trainers_resumed_run_is_bit_equal_and_its_export_is_whole(tmp_path, fsdp, kind):
-    """6 uninterrupted steps, and 3 + 3 steps, saved in the middle of an epoch of 4."""
     straight = train(tmp_path, CheckpointCallback(tmp_path / "straight", resume=False), 6, fsdp=fsdp)
     assert type(next(straight.model.parameters())).__name__ == kind
     expected = numbers(straight.model, straight.optimizer)

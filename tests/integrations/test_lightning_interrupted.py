@@ -35,6 +35,7 @@ from tests.integrations.lightning_runs import (
     snapshot,
     trainer_of,
 )
+from tests.patches import failing
 from tests.ranks import logged, on_ranks
 
 pytestmark = pytest.mark.timeout(600)
@@ -81,8 +82,7 @@ class At(Callback):
         os.kill(os.getpid(), signal.SIGTERM)  # schedulers often send it more than once
 
 
-def crash(*_: Any) -> None:
-    raise RuntimeError("the node is gone")
+CRASH = failing(RuntimeError("the node is gone"))
 
 
 class Scheduled(Lit):
@@ -339,7 +339,7 @@ REGULAR: dict[str, dict[str, Any]] = {
 @on_ranks(2)
 def test_a_run_resumes_bit_equal_from_its_regular_checkpoints(tmp_path, when, limit):
     save = ManagedCheckpoint(dirpath=tmp_path / "c", filename="{step}", **REGULAR[when])
-    end = At("on_train_batch_start", 1, 2, act=crash)
+    end = At("on_train_batch_start", 1, 2, act=CRASH)
     continues(tmp_path, "ddp", save, end, module=Scheduled, **LIMITS[limit])
 
 
@@ -355,7 +355,7 @@ def test_a_run_with_more_steps_continues_the_epoch_that_max_steps_ended(tmp_path
 def test_a_resumed_run_does_not_save_between_the_batches_of_one_step(tmp_path):
     options = {"accumulate_grad_batches": 2, "validates": False}
     run(tmp_path, "ddp", saving(tmp_path / "c", every=2), max_steps=2, **options)
-    end = At("on_train_batch_end", 1, 0, act=crash)
+    end = At("on_train_batch_end", 1, 0, act=CRASH)
     again = {"path": newest(tmp_path / "c"), "max_steps": 4, **options}
     assert "the node is gone" in raised(lambda: run(tmp_path, "ddp", saving(tmp_path / "again", every=2), end, **again))
     assert not list((tmp_path / "again").glob("*.ckpt"))
