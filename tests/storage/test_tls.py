@@ -1,22 +1,16 @@
 """HTTPS, sessions and signatures: over plain HTTP a body's SHA-256 is signed, except to a server on this machine."""
 
 import base64
-import datetime
 import hashlib
-import ipaddress
 import os
 import ssl
 import zlib
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 from aiobotocore.session import AioSession
-from cryptography import x509  # moto needs it anyway
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import NameOID
+from werkzeug.serving import make_ssl_devcert  # moto needs it anyway
 
 from ckptkit.errors import StorageError
 from ckptkit.storage.objects import RemoteStore
@@ -27,34 +21,15 @@ PART = 5 << 20
 UNSIGNED = "UNSIGNED-PAYLOAD"
 
 
-def certificate(folder: Path) -> tuple[ssl.SSLContext, Path]:
-    """Return the TLS context of a server, and the certificate file that a client must trust."""
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "loopback")])
-    now = datetime.datetime.now(datetime.timezone.utc)
-    made = (
-        x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
-        .not_valid_before(now - datetime.timedelta(days=1))
-        .not_valid_after(now + datetime.timedelta(days=1))
-        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]), critical=False)
-        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        .sign(key, hashes.SHA256())
-    )
-    trusted, both = folder / "trusted.pem", folder / "server.pem"
-    trusted.write_bytes(made.public_bytes(serialization.Encoding.PEM))
-    form = (serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
-    both.write_bytes(trusted.read_bytes() + key.private_bytes(*form))
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(both)
-    return context, trusted
-
-
 @pytest.fixture(scope="module")
 def https(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Proxy, dict[str, Any]]]:
     """An S3 server behind TLS, and storage options that trust it."""
-    context, trusted = certificate(tmp_path_factory.mktemp("tls"))
+    trusted, key = make_ssl_devcert(str(tmp_path_factory.mktemp("tls") / "server"), host="localhost")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(trusted, key)
     with servers.moto("tls") as near, proxy_of(near["endpoint_url"], tls=context) as proxy:
-        yield proxy, {**near, "endpoint_url": proxy.url, "client_kwargs": {"verify": str(trusted)}}
+        url = proxy.url.replace("127.0.0.1", "localhost")
+        yield proxy, {**near, "endpoint_url": url, "client_kwargs": {"verify": trusted}}
 
 
 def _crc(data: bytes) -> str:
