@@ -14,17 +14,15 @@ import pytest
 from safetensors.numpy import save_file
 
 from ckptkit import convert
-from ckptkit.errors import CheckpointExistsError, IntegrityError, StorageError
-from ckptkit.formats.detect import open_source
+from ckptkit.errors import CheckpointExistsError, StorageError
 from ckptkit.storage import ledger, owner, publish_remote, upload
 from ckptkit.storage.ledger import FOLDER, Ledger
 from ckptkit.storage.objects import RemoteStore
 from ckptkit.storage.publish_remote import OWNER_NAME, _Place, stage_remote
 from ckptkit.storage.requests import FsspecApi
 from tests.checkpoint.saving import fork
-from tests.offline.folders import flip
 from tests.offline.resuming import went_on
-from tests.patches import after, die, failing, refuse
+from tests.patches import after, before, die, failing, refuse
 from tests.ranks import RankError, run_ranks
 from tests.remote.runs import MANY, UNEVEN, Options, Place, on
 
@@ -106,17 +104,6 @@ def test_replaced_objects_and_those_of_another_source_or_plan_are_written_again(
     assert "2 of" in said if change == "object" else said == "" or change == "source"
 
 
-def test_damage_that_appears_after_the_kill_is_found(source, near):
-    killed(near, 2, source, **MANY)
-    for piece in (piece for entry in open_source(str(source)).catalog.tensors.values() for piece in entry.slices):
-        stat = (source / piece.path).stat()
-        flip(source / piece.path, piece.start)
-        os.utime(source / piece.path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-    with pytest.raises(IntegrityError):
-        near.make(source, **MANY)
-    assert near.names() == set()
-
-
 def test_a_late_put_of_a_zombie_is_never_published(near, monkeypatch):
     def replace(path: str) -> None:
         data = near.store.read(path)
@@ -137,6 +124,17 @@ def test_a_writer_that_lost_the_directory_publishes_and_deletes_nothing(near, mo
     once_finished(3, take_over, monkeypatch)
     with pytest.raises((StorageError, FileExistsError)):
         near.make(**MANY)
+    near.is_made()
+
+
+@pytest.mark.parametrize("options", [MANY, {"world_size": 2}, OVER], ids=str)
+def test_a_command_is_refused_while_another_writes_to_the_same_place(near, monkeypatch, options):
+    def second(path: str) -> None:
+        with pytest.raises(CheckpointExistsError):
+            near.make(**options)
+
+    once_finished(1, second, monkeypatch)
+    near.make(**MANY)
     near.is_made()
 
 
@@ -164,19 +162,13 @@ def test_ctrl_c_keeps_finished_objects_and_an_error_does_not(near, monkeypatch, 
 
 def between(monkeypatch: pytest.MonkeyPatch, other: Callable[[], object]) -> None:
     """Run `other` once, between the next writer's listing and its owner file."""
-    write_owner = _Place._write_owner
-
-    def late(self: _Place, *args: Any) -> None:
-        monkeypatch.setattr(_Place, "_write_owner", write_owner)
-        other()
-        write_owner(self, *args)
-
-    monkeypatch.setattr(_Place, "_write_owner", late)
+    calls = itertools.count()
+    before(monkeypatch, _Place, "_write_owner", lambda *_: next(calls) == 0 and other())
 
 
-@pytest.mark.parametrize("before", ["nothing", "what a dead one left"])
-def test_an_export_published_after_the_listing_is_kept(near, monkeypatch, before):
-    if before != "nothing":
+@pytest.mark.parametrize("there", ["nothing", "what a dead one left"])
+def test_an_export_published_after_the_listing_is_kept(near, monkeypatch, there):
+    if there != "nothing":
         killed(near, 3, **MANY)
     between(monkeypatch, lambda: near.make(**MANY))
     with pytest.raises(CheckpointExistsError, match="exists already"):

@@ -58,43 +58,32 @@ def test_a_slow_server_is_retried_with_longer_timeouts(monkeypatch):
     assert found == [0, 1, 2, 0]
 
 
-class _Crowd:
-    """Goes between a proxy and its server: answers no range before so many are requested at once."""
-
-    def __init__(self, enough: int) -> None:
-        self.most = self._now = 0
-        self._enough, self._changed = enough, threading.Condition()
-
-    def __call__(self, handler: Any, body: bytes) -> Reply | None:
-        if handler.command != "GET" or "list-type" in handler.path:
-            return handler.forward(body)
-        with self._changed:
-            self._now += 1
-            self.most = max(self.most, self._now)
-            self._changed.notify_all()
-            self._changed.wait_for(lambda: self.most >= self._enough, timeout=60)
-            self._changed.wait_for(lambda: self.most > self._enough, timeout=0.3)  # one too many has time to come
-        try:
-            return handler.forward(body)
-        finally:
-            with self._changed:
-                self._now -= 1
-
-
 def test_ranges_wait_for_a_turn_before_their_timeout_starts(proxy, far):
-    store = far.store
+    """The server answers no range before READS are requested at once, and then gives one too many time to come."""
+    store, now, counts, changed = far.store, set[int](), [0], threading.Condition()
     for number in range(16):
         store.write(f"{number}", b"x" * 100)
-    proxy.between = crowd = _Crowd(READS)
+
+    def rule(number: int, method: str, path: str) -> str:
+        if method == "GET" and "list-type" not in path:
+            with changed:
+                now.add(number)
+                counts.append(len(now))
+                changed.notify_all()
+                changed.wait_for(lambda: max(counts) >= READS, timeout=60)
+                changed.wait_for(lambda: max(counts) > READS, timeout=0.3)
+                now.remove(number)
+        return "pass"
 
     def read(_: int) -> list[bytearray]:
         views = [bytearray(100) for _ in range(16)]
         store.read_many([ReadInto(f"{n}", 0, memoryview(view)) for n, view in enumerate(views)])
         return views
 
+    proxy.rule = rule
     with ThreadPoolExecutor(3) as pool:
         assert list(pool.map(read, range(3))) == [[b"x" * 100] * 16] * 3
-    assert crowd.most == READS
+    assert max(counts) == READS
 
 
 # --- answers that arrive too late
@@ -164,29 +153,10 @@ class _Held:
         return rule
 
 
-def arrives(held: _Held, place: Place) -> None:
-    """Check that a commit record that arrives now is that of a complete checkpoint."""
-    assert held.carry_out() == 200
-    place.loads(1)
-    assert (place / "step_00000001").verify().ok
-
-
-@pytest.mark.parametrize("comes", [True, False])
-def test_a_late_commit_record_names_existing_files(proxy, far, near, impatient, comes):
-    proxy.between = held = _Held()
-    with pytest.raises(CkptkitError):
-        far.save(1)
-    if comes:
-        arrives(held, near)
-    else:
-        assert near.steps() == []
-        near.save(2)
-        near.loads(2)
-        assert "step_00000001" not in near.top()
-
-
-@pytest.mark.parametrize("then", ["503", "denied", "interrupted"])
-def test_a_late_commit_record_after_another_failure_names_existing_files(proxy, far, near, monkeypatch, at_once, then):
+@pytest.mark.parametrize("then", ["lost", "never", "503", "denied", "interrupted"])
+def test_a_late_commit_record_names_existing_files(proxy, far, near, monkeypatch, request, then):
+    """A record whose answer was lost arrives late or never, perhaps after another failure of its save."""
+    request.getfixturevalue("impatient" if then in ("lost", "never") else "at_once")
     held, real = _Held(), S3Api.put
 
     def put(api: S3Api, name: str, *args: Any, **kwargs: Any) -> str:
@@ -198,10 +168,20 @@ def test_a_late_commit_record_after_another_failure_names_existing_files(proxy, 
             raise
 
     monkeypatch.setattr(S3Api, "put", put)
-    proxy.between, proxy.rule = held, held.rule(then, allowed=then == "denied")
+    proxy.between = held
+    if then not in ("lost", "never"):
+        proxy.rule = held.rule(then, allowed=then == "denied")
     with pytest.raises(KeyboardInterrupt if then == "interrupted" else CkptkitError):
         far.save(1)
-    arrives(held, near)
+    if then == "never":
+        assert near.steps() == []
+        near.save(2)
+        near.loads(2)
+        assert "step_00000001" not in near.top()
+    else:
+        assert held.carry_out() == 200
+        near.loads(1)
+        assert (near / "step_00000001").verify().ok
 
 
 def test_a_commit_record_is_not_retried_after_the_lease_is_lost(proxy, far, near, at_once):

@@ -10,7 +10,7 @@ from moto.core import DEFAULT_ACCOUNT_ID as ACCOUNT
 from moto.s3.models import s3_backends
 
 from ckptkit.checkpoint.run.delete import delete_checkpoint
-from ckptkit.errors import CkptkitError, CorruptCheckpointError, RankFailedError, StorageError
+from ckptkit.errors import CkptkitError, CorruptCheckpointError
 from ckptkit.storage import retry
 from tests.checkpoint.states import unchanged
 from tests.remote.runs import TWO, Place, full, on, state_of
@@ -52,14 +52,18 @@ def put_directly(bucket: str, names: Iterable[str]) -> None:
 
 
 def test_a_run_among_thousands_survives_every_third_request_failing(proxy, far, at_once):
-    below = far.url.partition("bucket/")[2]
-    put_directly(
-        "bucket", (f"{below}/others/{i}" for i in range(2001))
-    )  # three pages: of each three requests one fails
+    """At the root of a bucket. Its listing has three pages: of each three requests one fails."""
+    root = Place("s3://whole-bucket", far.options)
+    root.store.fs.makedirs("whole-bucket", exist_ok=True)
+    theirs = {f"step-{i}/f" if i % 2 else f"loose{i}" for i in range(2001)}
+    put_directly("whole-bucket", theirs)
     proxy.rule = every_third("503")
-    far.save(1)
-    far.loads(1)
-    assert len(far.store.list("others")) == 2001
+    root.save(1, 2, 3, retention=TWO)
+    (root / "").loads(3)
+    root.prune()
+    left = root.names()
+    assert theirs < left
+    assert {path.split("/")[0] for path in left - theirs} == {".ckptkit", "latest", "step_00000003"}
 
 
 @on("gcs")
@@ -96,16 +100,6 @@ def test_a_server_that_refuses_conditions_is_used_without_them(proxy, far, caplo
     proxy.rule = PASS
     with pytest.raises(FileExistsError):
         place.store.write("large", b"1")
-
-
-def test_an_outage_does_not_trigger_the_fallback_to_an_older_checkpoint(proxy, near, far, at_once):
-    near.save(1, 2)
-    far = far.elsewhere()  # it has not read the record yet
-    proxy.rule = only("503", lambda method, path: path.endswith("/step_00000002/checkpoint.json"))
-    with far.manager() as manager, pytest.raises(StorageError):
-        manager.load(state_of(99), fallback="previous")
-    proxy.rule = PASS
-    far.loads(2)
 
 
 @pytest.mark.parametrize("atomic", [False, True])
@@ -157,15 +151,6 @@ def test_every_reader_finds_wrong_bytes_and_short_answers(proxy, near, far, lie)
     assert near.top() == {"run"}
 
 
-def test_a_missing_bucket_is_not_an_empty_run(s3):
-    place = Place("s3://there-is-no-such-bucket/run", s3)
-    for call in (place.loads, place.save):
-        with pytest.raises(RankFailedError, match="bucket does not exist"):
-            call(1)
-    code, text = place.cli("ls", place.url)
-    assert code == 1 and "bucket does not exist" in text
-
-
 @pytest.mark.parametrize("below", ["a b/\u00fc+%20#x?&=y/run", "k=v/run,1;'(2)!*@$", "trailing/"])
 def test_any_valid_key_works(near, below):
     (near / below).save(1)
@@ -173,19 +158,6 @@ def test_any_valid_key_works(near, below):
     two = near / "o\u00fc #1/two"
     (near / below).reshard(two, world_size=2)
     assert two.verify().ok
-
-
-def test_a_run_at_the_root_of_a_bucket_leaves_a_thousand_others_alone(s3):
-    root = Place("s3://whole-bucket", s3)
-    root.store.fs.makedirs("whole-bucket", exist_ok=True)
-    theirs = {f"step-{i}/f" if i % 2 else f"loose{i}" for i in range(1001)}
-    put_directly("whole-bucket", theirs)
-    root.save(1, 2, 3, retention=TWO)
-    (root / "").loads(3)
-    root.prune()
-    left = root.names()
-    assert theirs < left
-    assert {path.split("/")[0] for path in left - theirs} == {".ckptkit", "latest", "step_00000003"}
 
 
 # --- a server that restarts while a job saves
