@@ -1,32 +1,27 @@
 """`manager.load(state, URL)` resumes from checkpoints that other systems wrote."""
 
-import random
 import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.fsdp import fully_shard
 from torch.optim.lr_scheduler import ConstantLR, LambdaLR, LinearLR, StepLR
 
 from ckptkit import TrainState, convert, reshard
 from ckptkit.catalog.entry import Role
-from ckptkit.checkpoint.load.foreign import adopt
-from ckptkit.checkpoint.state.rng import restore_rng
-from ckptkit.checkpoint.state.values import decode
 from ckptkit.errors import CorruptCheckpointError
 from ckptkit.formats.detect import open_source
 from ckptkit.fsdp import MasterWeightOptimizer
 from tests.checkpoint import states
+from tests.formats import rank_writers
 from tests.formats.readback import tensor_bytes
 
 ZOO = Path(__file__).parents[2] / "zoo"
@@ -101,16 +96,27 @@ def check_optimizer(optimizer: Any, model: nn.Module, name: str) -> None:
     assert count >= len(list(model.parameters())) > 0
 
 
+SCHEDULERS: dict[str, Callable[[Any], Any]] = {
+    "verl_fsdp2_w2": ConstantLR,
+    "lightning_trainer_full": LinearLR,
+    "hf_trainer_fsdp2_sharded_w2": partial(LambdaLR, lr_lambda=lambda _: 1.0),
+}
+
+
 @pytest.mark.parametrize("place", ["by its URL", "as the run itself"])
 @pytest.mark.parametrize("name", WITH_OPTIMIZER)
 def test_weights_moments_and_settings_are_restored(name, place, tmp_path):
-    state = run_of(name)
+    state = run_of(name, scheduler=SCHEDULERS.get(name))
+    if state.scheduler:
+        state.scheduler.last_epoch = 99
     url = {"which": str(ZOO / name)} if place == "by its URL" else {}
     report = states.load(tmp_path / "run" if url else copied(name, tmp_path), state, **url)
     check_weights(state.model, name)
     check_optimizer(state.optimizer, state.model, name)
     assert state.optimizer.param_groups[0]["lr"] != 0.5
     assert report.step == WITH_OPTIMIZER[name] and not report.missing and not report.unexpected
+    assert ("scheduler" in report.loaded) == (name in SCHEDULERS)
+    assert not state.scheduler or state.scheduler.last_epoch in (0, 2, 3)
 
 
 @pytest.mark.parametrize("wrapper", ["net.", "model."])
@@ -140,8 +146,8 @@ def test_two_saved_weights_are_not_loaded_into_one(tmp_path):
     states.check_misfit(tmp_path / "run", state, "'bias' and another tensor", which=str(tmp_path / "a.pt"))
 
 
-def two_layers() -> nn.Module:
-    return nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+def layers() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
 
 
 def compiled(model: Any) -> dict[str, Any]:
@@ -170,27 +176,11 @@ SAVED_BY: dict[str, Callable[[dict[str, Any], Path], Any]] = {
     [*((compiled, form) for form in SAVED_BY), (contained_twice, "torch.save"), (contained_twice, "dcp")],
 )
 def test_layers_that_were_compiled_or_that_a_wrapper_contains_twice_are_loaded(tmp_path, state_dict, form):
-    model, state = two_layers(), TrainState(model=two_layers(), rng=False)
+    model, state = layers(), TrainState(model=layers(), rng=False)
     SAVED_BY[form](state_dict(model), tmp_path / "a")
     (saved,) = tmp_path.iterdir()
     states.load(tmp_path / "run", state, str(saved))
     assert states.bits(state.model) == states.bits(model)
-
-
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        ("verl_fsdp2_w2", ConstantLR),
-        ("lightning_trainer_full", LinearLR),
-        ("hf_trainer_fsdp2_sharded_w2", partial(LambdaLR, lr_lambda=lambda _: 1.0)),
-    ],
-)
-def test_recognized_schedulers_are_restored(name, kind, tmp_path):
-    state = run_of(name, scheduler=kind)
-    state.scheduler.last_epoch = 99
-    report = load(state, name, tmp_path)
-    assert "scheduler" in report.loaded
-    assert state.scheduler.last_epoch in (0, 2, 3)
 
 
 def test_state_that_the_format_lacks_is_reported_and_unchanged(tmp_path):
@@ -201,23 +191,6 @@ def test_state_that_the_format_lacks_is_reported_and_unchanged(tmp_path):
     assert (state.scheduler.last_epoch, state.extra["tokens"]) == (99, 5)
     assert set(report.skipped) >= {"scheduler", "extra.tokens"}
     assert any("random number" in note for note in report.notes)
-
-
-def test_random_state_of_verl_is_restored(tmp_path):
-    state = run_of("verl_fsdp2_w2", rng=True)
-    values = torch.load(
-        ZOO / "verl_fsdp2_w2/global_step_4/actor/extra_state_world_size_2_rank_0.pt", weights_only=False
-    )["rng"]
-    random.setstate(values["random"])
-    np.random.set_state(values["numpy"])
-    torch.set_rng_state(torch.as_tensor(values["cpu"]))
-    wanted = (random.random(), np.random.rand(), torch.rand(1).item())
-    load(state, "verl_fsdp2_w2", tmp_path, rng_on_resize="keep")
-    assert random.random() != wanted[0]  # two ranks saved, one loads
-    source = opened("verl_fsdp2_w2")
-    adopted = adopt(source.catalog, source.store, state)
-    restore_rng(decode(adopted.objects["rng.0"], adopted.tensors.__getitem__))
-    assert (random.random(), np.random.rand(), torch.rand(1).item()) == wanted
 
 
 def test_lightrft_masters_load_into_an_optimizer_with_masters(tmp_path):
@@ -258,34 +231,23 @@ def test_a_different_number_of_optimizers_is_refused(tmp_path):
     states.check_misfit(tmp_path / "run", state, r"contains 1 optimizers .* has 2", which=url)
 
 
-def layers() -> nn.Module:
-    return nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+def alike(steps: int, wrap: Callable[[Any], Any] = lambda model: model) -> TrainState:
+    model = wrap(nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(3))))
+    return states.trained(model, steps=steps, params=[*model.parameters()][1:])  # the first layer is frozen
 
 
-def test_numbered_states_of_ranks_are_matched_by_order_although_their_shapes_are_equal(tmp_path):
-    def made(steps: int) -> TrainState:
-        model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(3)))
-        params = [*model.parameters()][1:]  # the first layer is frozen
-        return states.trained(model, steps=steps, params=params)
+def write_alike(out: str) -> tuple[Any, Any]:
+    theirs = alike(1, fully_shard)
+    rank_writers.save_rank(out, model=theirs.model.state_dict(), optim=theirs.optimizer.state_dict())
+    moments = rank_writers.moments(theirs.model, theirs.optimizer)
+    return rank_writers.whole(theirs.model.state_dict()), moments
 
-    theirs, mine = made(1), made(0)
-    for rank in range(2):
-        mesh = DeviceMesh("cpu", torch.arange(2), _init_backend=False, _rank=rank)
 
-        def part(tensor: torch.Tensor, rank: int = rank, mesh: DeviceMesh = mesh) -> torch.Tensor:
-            if tensor.ndim == 0:
-                return tensor
-            rows = tensor.detach()[2 * rank : 2 * rank + 2].clone()
-            return DTensor.from_local(
-                rows, mesh, [Shard(0)], run_check=False, shape=tensor.shape, stride=tensor.stride()
-            )
-
-        model, state = theirs.model.state_dict(), theirs.optimizer.state_dict()
-        state["state"] = {i: {k: part(v) for k, v in values.items()} for i, values in state["state"].items()}
-        torch.save({k: part(v) for k, v in model.items()}, tmp_path / f"model_world_size_2_rank_{rank}.pt")
-        torch.save(state, tmp_path / f"optim_world_size_2_rank_{rank}.pt")
+def test_numbered_states_of_ranks_are_matched_by_order_although_their_shapes_are_equal(ranks, tmp_path):
+    (weights, moments), mine = ranks.run(write_alike, 2, str(tmp_path))[0], alike(0)
     report = load(mine, str(tmp_path), tmp_path)
-    states.check_resumed(mine, theirs)
+    assert states.bits(mine.model) == states.bits(weights)
+    assert states.bits(rank_writers.moments(mine.model, mine.optimizer)) == states.bits(moments)
     assert any("matched by order" in note for note in report.notes)
 
 
@@ -367,20 +329,17 @@ def test_a_damaged_file_of_the_trainer_is_an_error(name, tmp_path):
     states.check_misfit(tmp_path / "run", state, name, error=CorruptCheckpointError, which=str(folder))
 
 
-class Averaged(nn.Module):
-    """A network and, as Lightning's WeightAveraging keeps it, its moving average."""
-
-    def __init__(self, value: float) -> None:
-        super().__init__()
-        self.net = nn.Linear(3, 2)
-        nn.init.constant_(self.net.weight, value)
+def averaged(value: float) -> nn.Module:
+    model = nn.ModuleDict({"net": nn.Linear(3, 2)})
+    nn.init.constant_(model["net"].weight, value)
+    return model
 
 
 def test_training_continues_with_the_weights_that_were_averaged_and_not_with_the_average(tmp_path):
     """In the file of a Lightning run with WeightAveraging, `state_dict` is the average."""
     callback = pytest.importorskip("lightning.pytorch.callbacks").WeightAveraging()
-    callback._average_model = torch.optim.swa_utils.AveragedModel(Averaged(7.0))
-    saved = states.trained(Averaged(1.0), torch.optim.SGD, lr=0.1, momentum=0.9)
+    callback._average_model = torch.optim.swa_utils.AveragedModel(averaged(7.0))
+    saved = states.trained(averaged(1.0), torch.optim.SGD, lr=0.1, momentum=0.9)
     content = {
         "state_dict": saved.model.state_dict(),
         "pytorch-lightning_version": "2.6.0",
@@ -391,7 +350,7 @@ def test_training_continues_with_the_weights_that_were_averaged_and_not_with_the
     torch.save(content, tmp_path / "last.ckpt")
     reshard(str(tmp_path / "last.ckpt"), str(tmp_path / "step_00000001"), world_size=1)
     for source in ("last.ckpt", "step_00000001"):
-        state = states.optimized(Averaged(0.0).net, momentum=0.9)
+        state = states.optimized(averaged(0.0).net, momentum=0.9)
         report = load(state, str(tmp_path / source), tmp_path, optimizer="skip")
         assert torch.equal(state.model.weight, saved.model.net.weight)
         assert source != "last.ckpt" or any("current_model_state" in note for note in report.notes)

@@ -20,19 +20,10 @@ from tests.ranks import on_ranks
 KINDS = ["sharded", "full", "local", "dcp", "safetensors"]
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.head = nn.Embedding(6, 2), nn.Linear(2, 6, bias=False)
-
-    def forward(self, tokens: torch.Tensor) -> Any:
-        return self.head(self.embed(tokens))
-
-
-def net(tied: bool = True) -> Net:
-    model = Net()
+def net(tied: bool = True) -> Any:
+    model = nn.ModuleDict({"embed": nn.Embedding(6, 2), "head": nn.Linear(2, 6, bias=False)})
     if tied:
-        model.head.weight = model.embed.weight
+        model["head"].weight = model["embed"].weight
     return model
 
 
@@ -98,7 +89,7 @@ def test_tensors_that_share_a_part_of_their_memory_load_if_they_agree_there(tmp_
     assert torch.equal(model.fused[2:4], model.query)
 
 
-def nearly_tied() -> tuple[Net, Net]:
+def nearly_tied() -> tuple[Any, Any]:
     """Return weights whose last row differs, so that only the last rank reads the difference, and a sharded model."""
     source, model = net(tied=False), net()
     with torch.no_grad():
