@@ -1,9 +1,12 @@
 """A reader's pin protects what it reads; a dead reader's pin expires; a user's pin stays."""
 
+import contextlib
+import itertools
 import json
 import os
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -78,21 +81,11 @@ def test_a_deletion_removes_day_old_pins_of_killed_readers(tmp_path, root):
 
 
 def test_a_reader_waits_for_a_running_deletion(root):
-    began, may_end = threading.Event(), threading.Event()
-
-    def slow() -> None:
-        with deleting(root, "step_00000001") as found:
-            assert found == []
-            began.set()
-            may_end.wait(10)
-
-    thread = threading.Thread(target=slow)
-    thread.start()
-    began.wait(10)
-    threading.Timer(0.1, may_end.set).start()
+    ended, deletion = threading.Event(), contextlib.ExitStack()
+    assert deletion.enter_context(deleting(root, "step_00000001")) == []
+    threading.Timer(0.1, lambda: (ended.set(), deletion.close())).start()
     with pin_while_reading(root, "step_00000001"):
-        assert may_end.is_set()
-    thread.join()
+        assert ended.is_set()
 
 
 def test_a_killed_deletion_does_not_delay_readers(tmp_path, root):
@@ -153,30 +146,20 @@ def test_a_checkpoint_url_is_split_into_run_and_name(url, root, name):
 
 
 def test_reading_the_latest_never_fails_while_another_saves_with_max_num_1(tmp_path, root):
-    stop = threading.Event()
+    def read() -> bool:
+        item = resolve(root)
+        # It may have been deleted between the listing and the pin.
+        with contextlib.suppress(CheckpointNotFoundError), pin_while_reading(root, item.name):
+            time.sleep(0.002)
+            assert root.read(f"{item.name}/shards/__0_0.distcp") == content(item.step, 0)
+            return True
+        return False
 
-    def saving() -> None:
-        step = 1
-        while not stop.is_set():
-            step += 1
-            save(tmp_path, step)
+    with ThreadPoolExecutor(1) as pool:
+        reading, steps = pool.submit(lambda: [read() for _ in range(80)]), itertools.count(2)
+        while not reading.done():
+            save(tmp_path, next(steps))
             rotate(root, RetentionPolicy(max_num=1))
-
-    thread = threading.Thread(target=saving)
-    thread.start()
-    try:
-        reads = 0
-        while reads < 60:
-            item = resolve(root)
-            try:
-                with pin_while_reading(root, item.name):
-                    time.sleep(0.002)
-                    assert root.read(f"{item.name}/shards/__0_0.distcp") == content(item.step, 0)
-                    reads += 1
-            except CheckpointNotFoundError:
-                continue  # it was deleted between the listing and the pin: list again
-    finally:
-        stop.set()
-        thread.join()
-    rotate(root, RetentionPolicy(max_num=1))  # the last rotation of the other thread may have met our last pin
+    assert sum(reading.result()) >= 40
+    rotate(root, RetentionPolicy(max_num=1))  # the last rotation may have met the last pin
     assert len(check(tmp_path)) == 1
