@@ -28,22 +28,15 @@ from tests.ranks import logged, on_ranks
 LARGE = 600_000  # elements: replicas of over 1 MiB are written in pieces, by several ranks
 
 
-class Norms(nn.Module):
-    """A sharded layer with running statistics, and a plain parameter that is not synchronized."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 5)
-        self.norm = nn.BatchNorm1d(5)
-        self.loose = nn.Parameter(torch.ones(LARGE))
-        self.register_buffer("same", torch.arange(4.0))
-
-
 def made(value: float | None = None) -> TrainState:
-    """Return a state; with a value, every plain tensor holds this value plus the rank."""
+    """Return the state of a sharded layer with running statistics and a plain parameter that is not synchronized.
+
+    With a value, every plain tensor holds this value plus the rank.
+    """
     torch.manual_seed(0)
-    model = Norms()
-    fully_shard(model.linear)
+    model = nn.ModuleDict({"linear": fully_shard(nn.Linear(6, 5)), "norm": nn.BatchNorm1d(5)})
+    model.loose = nn.Parameter(torch.ones(LARGE))
+    model.register_buffer("same", torch.arange(4.0))
     optimizer = torch.optim.SGD([model.loose], lr=0.0, momentum=0.9)
     state = TrainState(model=model, optimizer=optimizer, layout={"loose": "per_rank"})
     if value is not None:
