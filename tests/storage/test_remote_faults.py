@@ -127,7 +127,7 @@ def test_an_error_in_a_200_answer_to_complete_is_tried_again(store, proxy):
 
 
 @pytest.mark.parametrize(("answer", "is_it", "said"), [
-    (Answer(200, "InternalError"), is_end, ""),
+    (Answer(200, "InternalError"), is_end, None),
     (Answer(400, "InvalidPart"), is_end, "InvalidPart.* try again"),
     (Answer(404, "NoSuchUpload"), lambda method, path: "partNumber=2" in path, "NoSuchUpload.* try again"),
 ], ids=["always an error", "a lost part", "a lost upload"])  # fmt: skip

@@ -1,5 +1,6 @@
 """Tied weights and tensors that share memory: different saved values are refused."""
 
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,9 @@ KINDS = ["sharded", "full", "local", "dcp", "safetensors"]
 
 
 def net(tied: bool = True) -> Any:
-    model = nn.ModuleDict({"embed": nn.Embedding(6, 2), "head": nn.Linear(2, 6, bias=False)})
+    model: Any = nn.Sequential(OrderedDict(embed=nn.Embedding(6, 2), head=nn.Linear(2, 6, bias=False)))
     if tied:
-        model["head"].weight = model["embed"].weight
+        model.head.weight = model.embed.weight
     return model
 
 
