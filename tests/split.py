@@ -217,7 +217,6 @@ LONG = (
     "tests/fsdp/test_strategy.py",
     "tests/integrations/test_transformers.py",
     "tests/checkpoint/test_world_sizes.py",
-    "tests/remote/test_protocol.py",
     "tests/storage/test_remote_faults.py",
     "tests/offline/test_reshard.py",
     "tests/checkpoint/test_damage.py",

@@ -3,17 +3,21 @@
 import itertools
 import shutil
 import signal
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from ckptkit import TrainState, list_run
+from ckptkit.checkpoint.run import commit
+from ckptkit.checkpoint.run.commit import clean_leftovers
 from ckptkit.checkpoint.run.delete import rotate
 from ckptkit.checkpoint.run.pins import _announced
 from ckptkit.errors import CheckpointExistsError, CorruptCheckpointError, IntegrityError
 from ckptkit.storage.objects import RemoteStore
-from tests.checkpoint.saving import fork, save
+from tests.checkpoint.saving import check, fork, save
 from tests.patches import before, die
 from tests.remote.runs import MANY, ONE, UNEVEN, Place
 from tests.storage.proxy import PASS, Answer, only
@@ -134,3 +138,36 @@ def test_a_denied_rotation_logs_one_line_and_saves_continue(proxy, far, what, ca
         assert not _announced(manager._root, "step_00000001")  # readers would wait for a deletion that never happens
         manager.save(3, state)
         assert [record.step for record in manager.list()] == [3]
+
+
+# --- unfinished uploads
+
+
+@pytest.fixture
+def root(near: Place) -> Any:
+    """The store of a run with one checkpoint."""
+    save(near.store, 1)
+    return near.store
+
+
+def test_prune_aborts_old_uploads_and_touches_no_foreign_object(root, monkeypatch):
+    root.write("notes/readme.txt", b"mine")
+    for name in ("step_00000009/0123456789abcdef/x", "datasets/tokens.bin"):
+        root._api.upload(root._full(name))
+    monkeypatch.setattr(commit, "UPLOAD_AGE_S", 1e11)
+    clean_leftovers(root)
+    assert len(root.unfinished_uploads()) == 2
+    monkeypatch.setattr(commit, "UPLOAD_AGE_S", 0.0)
+    assert len(clean_leftovers(root)) == 1
+    (left,) = root.unfinished_uploads()
+    assert left.name.endswith("/datasets/tokens.bin")
+    assert root.read("notes/readme.txt") == b"mine" and check(root) == [1]
+
+
+def test_the_age_of_an_upload_is_measured_by_the_clock_of_the_store(root, monkeypatch):
+    root._api.upload(root._full("step_00000009/0123456789abcdef/x"))
+    ahead = SimpleNamespace(time=lambda: time.time() + 1e10, monotonic=time.monotonic)
+    monkeypatch.setattr("ckptkit.storage.objects.time", ahead)
+    monkeypatch.setattr(commit, "UPLOAD_AGE_S", 1e10)  # moto's uploads are all of 2010
+    assert clean_leftovers(root) == []
+    assert len(root.unfinished_uploads()) == 1

@@ -467,16 +467,12 @@ def test_a_random_state_of_an_unknown_form_is_named(case, tmp_path):
 
 @DCP_OR_TORCH
 def test_objects_with_tensors_are_restored_with_the_step_and_larger_ones_are_named(form, tmp_path):
-    def trained(lr: float, steps: int) -> TrainState:
-        state = states.trained(nn.Linear(3, 2), lr=torch.tensor(lr))
-        state.scheduler = torch.optim.lr_scheduler.LambdaLR(state.optimizer, lambda step: 1 / (step + 1))
-        for _ in range(steps):
-            state.optimizer.step()
-            state.scheduler.step()
+    def made(steps: int) -> TrainState:
+        state = scheduled(steps, make=lambda params, lr: torch.optim.AdamW(params, torch.tensor(lr)))
         state.extra["seen"] = None
         return state
 
-    theirs, mine = trained(0.5, 3), trained(0.75, 1)
+    theirs, mine = made(3), made(1)
     saved = {
         **_named(theirs),
         "lr_scheduler": theirs.scheduler.state_dict(),
