@@ -1,7 +1,7 @@
 """Encodes the objects of another system's training state as ckptkit stores them: as the trees in `objects.json`.
 
 A load (`load/foreign.py`) and a reshard (`offline/resharding/own_state.py`) choose the names of parameters and objects
-in different ways. What follows from these names is here. Does not import torch.
+in different ways. This module encodes the objects for both, once the names are chosen. Does not import torch.
 """
 
 from __future__ import annotations

@@ -56,8 +56,8 @@ class SignalWatch:
     installed handler also runs, unless it is the default one, which would end the process.
 
     Forked processes (DataLoader workers, multiprocessing pools) get the original handlers back, so SIGTERM ends them.
-    Only SIGUSR1 and SIGUSR2 are ignored there: a scheduler may send these signals to all processes of a job, but
-    training needs its workers until it has saved.
+    SIGUSR1 and SIGUSR2 are exceptions. They do not end a forked process, because a scheduler may send them to all
+    processes of a job, and training needs its workers until it has saved.
 
     Args:
         coordinator: Connects the ranks that must agree. No other thread may use it.
@@ -144,7 +144,7 @@ class CheckpointManager:
         on_commit: A function that is called on every rank with the report of each committed save, for logging (W&B,
             TensorBoard, MLflow). After `save_async`, it runs in the background thread.
         trace: A directory for Chrome traces, one file per rank and operation.
-        process_group: The ranks that take part; None for all.
+        process_group: A ProcessGroup of torch.distributed with the ranks that take part; None: all ranks.
         side_files: A directory with config, tokenizer, chat template and licence. Every checkpoint stores copies of
             these files, so that it can be exported on its own. A transformers model's config is always stored.
         start_fresh: When `load` may return None to start a new run. "if_empty": only if nothing was saved yet. If there
@@ -195,7 +195,7 @@ class CheckpointManager:
                 self._watch = SignalWatch(self._control, signals=signals)
             root = open_store(given[0], storage_options=storage_options)
             if self._coordinator.is_main and (why := obstacle(root)):
-                _log.warning("%s. Loads work, but each save fails as long as this is so.", why)
+                _log.warning("%s. Loads work, but every save fails until this is fixed.", why)
             carried = side_files is not None and self._coordinator.is_main
             return given, root, read_side_files(str(side_files)) if carried else {}
 
@@ -271,8 +271,11 @@ class CheckpointManager:
             overwrite: Replace an existing checkpoint of this name.
 
         Raises:
-            RankFailedError: A rank failed, died or hung. Every rank raises the same error. Nothing was published.
+            RankFailedError: A rank failed, died or hung. Every rank raises the same error. Nothing was published,
+                unless rank 0 died or hung; the message says so. If there is only one rank, its ckptkit error
+                (StorageError, NoSpaceError, ...) is raised unchanged.
             CheckpointExistsError: The step or tag was saved before, and `overwrite` is False.
+            LeaseHeldError: Another job is saving to this run.
         """
         self._settle()
         prepared = self._saver.prepare(state, self._request(step, metrics, client_state, tag, overwrite))
@@ -459,7 +462,7 @@ class CheckpointManager:
             if found.name == self.resumed_from:
                 raise UsageError(f"{self.url}/{found.name} is not deleted: this run was resumed from it.")
             if not delete_any(self._root, found.name, reason="asked for"):
-                raise UsageError(f"{self.url}/{found.name} is not deleted: it is pinned.")
+                raise UsageError(f"{self.url}/{found.name} is not deleted: it is pinned or being read.")
 
         self._coordinator.decide(delete, "deleting a checkpoint")
 

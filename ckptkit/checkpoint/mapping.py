@@ -1,4 +1,4 @@
-"""Presents a checkpoint as a mapping whose values are read lazily. Imports torch only for dtypes that numpy lacks."""
+"""Presents a checkpoint as a mapping whose values are read lazily. Imports torch only for values that need it."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Checkpoint(Mapping[str, Any]):
     Attributes:
         url: The opened checkpoint.
         note: Why this checkpoint was chosen, if the caller passed the URL of a run.
-        catalog: The tensors' dtypes, shapes, slices and roles.
+        catalog: The tensors' dtypes, shapes, slices and roles, and the names of the objects.
     """
 
     def __init__(self, url: str, store: Store, catalog: Catalog, note: str = "") -> None:

@@ -28,7 +28,7 @@ _TOLD = 0.0005  # seconds; shorter phases are printed without a rate
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """One phase of an operation in one thread: start (of `time.perf_counter`), duration, and bytes moved."""
+    """One phase of a save or load in one thread. `start` and `seconds` are in seconds of `time.perf_counter`."""
 
     name: str
     start: float
@@ -60,6 +60,8 @@ class PhaseClock:
 
     def add_in_turn(self, found: Sequence[tuple[str, float, int]]) -> None:
         """Record consecutive phases (name, seconds, bytes) of this thread. The last phase ends now.
+
+        The phases write, digest and sync are put last, in this order.
 
         If several threads did the work, pass the longest time that a thread spent in each phase. Times that add up to
         more than the elapsed time are scaled down.
@@ -297,6 +299,7 @@ class DeferredOptimizer:
 
         Raises:
             CheckpointMismatchError: The state does not match. Nothing was changed, and `apply` may be called again.
+            UsageError: There is no optimizer.
         """
         if self._restore is None or self._state is None:
             return None

@@ -126,9 +126,9 @@ def apply_tensors(plan: LoadPlan, reading: Reading, decoded: Decoded | None, rep
 
 
 def _with_restored_values(module: torch.nn.Module, handed: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return `handed`, but with the module's present values for what is not a tensor.
+    """Return a copy of `handed` in which everything but the tensors has the module's current value.
 
-    `apply_objects` has restored these values. Those in `handed` are from before the load.
+    `apply_objects` has already restored the current values. Those in `handed` are from before the load.
     """
     import torch
 
@@ -143,7 +143,7 @@ def _tell_separated(plan: OptimizerPlan, weights: Mapping[str, torch.Tensor], re
         return
     for names in separated(plan.views, memories(plan.optimizer, weights)):
         note = (
-            f"{plan.key}: {first_few(names)} shared memory when they were saved, and do not now, so an optimizer that "
+            f"{plan.key}: {first_few(names)} shared memory when they were saved, and do not now. An optimizer that "
             "changes one of them through another continues differently. States that share memory before the load keep "
             "sharing it, except those in lists and dicts"
         )
@@ -175,9 +175,9 @@ def _apply_object(state: TrainState, target: ObjectTarget, value: Any) -> None:
 
 
 def _placed_as(live: Any, value: Any) -> Any:
-    """Return a saved state in which each plain tensor becomes a DTensor if the same tensor of `live` is one.
+    """Return the saved state `value`, with plain tensors converted to DTensors where `live` has DTensors.
 
-    Large tensors were read into DTensors. Small ones that were saved as plain tensors came from `objects.json`.
+    Only small tensors can be plain here: they come from `objects.json`. Large tensors were read into DTensors.
     """
     import torch
     from torch.distributed.tensor import DTensor
@@ -206,7 +206,7 @@ def _apply_extra_state(module: torch.nn.Module, values: Mapping[str, Any]) -> No
         result = module.load_state_dict({**module.state_dict(), **rest}, strict=False)
         left = [name for name in getattr(result, "unexpected_keys", ()) if name in rest]
         if left:
-            raise LoadError(f"the model's load_state_dict does not accept {', '.join(left)}, which its state_dict has.")
+            raise LoadError(f"the model's load_state_dict rejects {', '.join(left)}, although its state_dict has it.")
 
 
 def apply_optimizer(

@@ -268,7 +268,7 @@ def _said_if_half(state: TrainState) -> Iterator[None]:
 
 
 def _raise_one(answers: Sequence[Any]) -> None:
-    """Raise the ranks' errors as a single error. If all ranks have the same error, raise it unchanged."""
+    """Raise the ranks' errors, if any, as one error. Its message names the ranks, unless all have the same message."""
     errors = {rank: answer for rank, answer in enumerate(answers) if isinstance(answer, CkptkitError)}
     if not errors:
         return

@@ -40,7 +40,8 @@ class Loader:
     Attributes:
         looked: Whether a load has already searched for the latest checkpoint and reported the directories that it
             skipped.
-        resumed: By root: the checkpoint of the run that this job was resumed from, also by a closed manager.
+        resumed: The checkpoint that this process resumed from, by the run's root URL. All loaders of a process share
+            it, so it is still known after the manager was closed.
     """
 
     url: str  # the root, as the user passed it
@@ -135,7 +136,7 @@ class Loader:
         if not other and not lost:
             refuse_lost_step(self.url, Candidate(self.root))
         if other:
-            _log.info("%s has no checkpoint of ckptkit yet; continuing from %s", self.url, other)
+            _log.info("%s has no ckptkit checkpoint yet; continuing from %s", self.url, other)
         elif self.start_fresh == "never":
             raise CheckpointNotFoundError(f"start_fresh='never' requires a checkpoint, but {text}")
         else:
@@ -189,8 +190,8 @@ class Loader:
         """Pin a checkpoint on rank 0. Return its record on all ranks, and a function that waits until it is pinned.
 
         On an object store, a pin takes three requests: one writes the pin, two confirm that it took effect. The load
-        does not wait for them before it reads. If every file can be read, the result is valid. If a file is missing,
-        the checkpoint may have been deleted before the pin took effect.
+        reads metadata in the meantime. If all files can be read, the load is valid. If a file is missing, the
+        confirmation shows whether the checkpoint was deleted before the pin took effect.
         """
         why = "resumed from" if resume else "load"
         if chosen is None:

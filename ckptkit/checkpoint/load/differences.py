@@ -64,17 +64,18 @@ class Mismatches:
     models: Sequence[str] = ()  # the checkpoint's models, if the training state has none with such a name
 
     def add(self, kind: str, section: str, items: Iterable[str]) -> None:
-        """Add mismatches of a kind ("missing", "unexpected" or "shapes") in a section."""
+        """Add mismatches of a kind (the name of a field: "missing", "shapes", ...) in a section."""
         found = list(items)
         if found:
             getattr(self, kind).setdefault(section, []).extend(found)
 
     def check(self, url: str, *, strict: bool, elsewhere: bool = False, call: str = MANAGER) -> None:
-        """Raise if there are mismatches. With strict=False, missing and unexpected names are accepted.
+        """Raise CheckpointMismatchError on any mismatch. With strict=False, accept missing and unexpected names.
 
         Args:
             elsewhere: Accept unexpected names, which other ranks' states may have, if there are no other mismatches.
-            call: What the user called. The message advises its options: `strict`, and those of MANAGER.
+            call: The function that the user called. The message suggests options of this function. `include` and
+                `optimizer` are suggested only for MANAGER.
         """
         kinds = {"with another shape": self.shapes, "with another dtype": self.dtypes, "incompatible": self.others}
         if strict:
@@ -82,7 +83,7 @@ class Mismatches:
         if elsewhere and not any(sections for sections in kinds.values() if sections is not self.unexpected):
             return
         lines = [
-            # Don't shorten the list, or the user would have to fix one error after the other.
+            # Don't shorten the list, or the user would have to fix one error after another.
             f"{section}: {len(items)} {title}:"
             + (" " + ", ".join(items) if len(items) <= _SHOWN else "\n    " + "\n    ".join(items))
             for title, sections in kinds.items()

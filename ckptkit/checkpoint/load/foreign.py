@@ -153,7 +153,7 @@ def _notes_on_ranks(catalog: Catalog) -> list[str]:
 def _add_schedulers(objects: ForeignObjects, saved: TrainingState, state: TrainState, notes: list[str]) -> list[str]:
     """Add the saved schedulers and gradient scalers that match live ones. Return the keys of those that were added.
 
-    Adds a note for each one that is not restored. The caller adds the states of these to the `extra` state.
+    Adds a note for each one that is not restored. The caller adds the state of each of these to `extra`.
     """
     used: list[str] = []
     for kind, found in (("scheduler", saved.schedulers), ("grad_scaler", saved.scalers)):
@@ -279,11 +279,15 @@ def _in_order(models: Sequence[str]) -> Callable[[str], str]:
 
 
 def _adapter_names(live: Collection[str], *, is_adapter: bool) -> tuple[dict[str, str], dict[str, str]]:
-    """Map the names in PEFT's files, or in the base model's, to the names in a live PEFT model.
+    """Map the names in an adapter's files, or in the base model's files, to the names in a live PEFT model.
 
-    Omits names that fit several adapters. A module of `modules_to_save` is in the live model as `original_module` and
-    once more for each adapter. An adapter's files have only the adapter's own. The base model's files fill all of them,
-    as PEFT does: the second result maps each of the others to the name of `original_module`.
+    Omits names that fit several adapters. A live PEFT model contains each module of `modules_to_save` several times: as
+    `original_module`, and as a copy for each adapter. An adapter's files contain only this adapter's copy. The base
+    model's files contain the module once, and fill `original_module` and all copies, as in PEFT. For this case, the
+    second result maps the names in the copies to the names in `original_module`.
+
+    Args:
+        is_adapter: Whether the checkpoint contains an adapter rather than the base model.
     """
     found: dict[str, list[str]] = {}
     for fqn in live:
@@ -448,9 +452,9 @@ def _live(state: TrainState, key: str) -> Any:
 
 
 def _with_steps(saved: SavedOptimizer, live: Any, name_of: Callable[[Any], str]) -> SavedOptimizer:
-    """Return the saved optimizer, for torch's optimizers with step counts as tensors.
+    """Return the saved optimizer. If `live` is one of torch's optimizers, convert step counts from numbers to tensors.
 
-    The `load_state_dict` of these optimizers does the same. For other optimizers, step counts stay numbers.
+    The `load_state_dict` of torch's optimizers does the same. For other optimizers, step counts stay numbers.
 
     Raises:
         CheckpointMismatchError: Lists or dicts in the state contain tensors, and the live parameters are sharded.
@@ -484,9 +488,9 @@ def _numbered_parameters(
 ) -> dict[str, str]:
     """Map each numbered parameter to its live FQN. Return {} if the saved groups contain names.
 
-    Uses the names that torch saves beside the numbers if all of them are names of weights, and the live optimizer has
-    at least one of these. Names from `model.head.named_parameters()`, a part of the model, are not names of weights. If
-    the saved names are not used, adds a note that the parameters were matched by order.
+    torch may save names beside the numbers. These names are used if all of them are names of weights and the live
+    optimizer has at least one of them. Names from `model.head.named_parameters()` are not names of weights, because
+    they lack the prefix "head.". If names are not used, adds a note that the parameters were matched by order.
 
     Args:
         weights: The names of the saved weights, as `rename` returns them.
@@ -534,7 +538,7 @@ def _by_position(saved: SavedOptimizer, key: str, state: TrainState) -> dict[str
         raise CheckpointMismatchError(
             f"{key}: the checkpoint numbers its parameters, in groups of {lengths[0]}; the live "
             f"optimizer has groups of {lengths[1]}, and the shapes do not determine which is which. "
-            "Create the optimizer with the groups that were saved (the Trainer uses decay and no decay), "
+            "Create the optimizer with the groups that were saved (transformers' Trainer: with and without decay), "
             'or skip it: optimizer="skip".'
         )
     return found
@@ -543,9 +547,11 @@ def _by_position(saved: SavedOptimizer, key: str, state: TrainState) -> dict[str
 def _fits(states: Collection[tuple[int, ...]], shape: tuple[int, ...]) -> bool:
     """Return whether states with the shapes `states` can belong to a parameter of `shape`.
 
-    They can if at least one state has the parameter's shape or, like the states of transformers' Adafactor, this shape
-    without one of the last two dimensions. They also can if, like those of torch's Adafactor, they have the shapes
-    [n, 1] and [1, m] for a parameter of shape [n, m].
+    They can in each of these cases:
+    - there are no states;
+    - at least one state has the parameter's shape;
+    - at least one has this shape without one of its last two dimensions, as in transformers' Adafactor;
+    - they have the shapes [n, 1] and [1, m] for a parameter of shape [n, m], as in torch's Adafactor.
     """
     whole = (shape, shape[:-1], (*shape[:-2], *shape[-1:]))
     return not states or full_shape(states) == shape or any(found in whole for found in states)

@@ -59,8 +59,8 @@ def map_weights(catalog: Catalog, key_map: NameMap, *, live: set[str], config: M
         found.update({name: target for name, target in both.items() if name in live and name not in found})
     if casts := [name for name, target in found.items() if target.dtype != target.source_dtype]:
         raise UnsupportedFormatError(
-            f"key map {key_map.name!r} casts {', '.join(casts[:_SHOWN])}. A load casts to the dtype of the live tensor "
-            "if convert_dtype=True: remove the rule."
+            f"key map {key_map.name!r} casts {', '.join(casts[:_SHOWN])}, which a load does not support. Remove the "
+            "rule. To cast to the live tensors' dtypes, pass convert_dtype=True."
         )
     made = [(entry_of(target, catalog.tensors), target) for target in found.values()]
     for kept in (catalog.by_role(Role.MASTER), lower_bits_of(catalog)):

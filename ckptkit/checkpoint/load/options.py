@@ -38,8 +38,8 @@ class LoadOptions:
         key_map: A map from the checkpoint's names to the model's: a built-in name, a TOML or JSON file, or a NameMap.
             With a key map, only weights are loaded, and everything else is left unchanged. If the state has an
             optimizer, optimizer="skip" is required.
-        convert_dtype: Cast model tensors whose dtype differs, and those of their optimizer states that were saved in
-            the weight's dtype. If False, a different dtype is an error.
+        convert_dtype: Cast model tensors whose dtype differs. Optimizer states that were saved in the same dtype as
+            their weight are cast, too. If False, a different dtype is an error.
         atomic: Change nothing until everything is read and checked, for a job that continues after a failed load. Needs
             memory for a second copy. By default, only keys, shapes and dtypes are checked before anything is changed.
             Then tensors are read straight into model and optimizer, and damage found while reading leaves the state

@@ -62,9 +62,7 @@ class OptimizerPlan:
     views: list[list[View]] = field(default_factory=list)  # states that shared an allocation
     kinds: dict[str, dict[str, JSON]] = field(default_factory=dict)  # see OptimizerTree
     containers: dict[str, JSON] = field(default_factory=dict)  # see OptimizerTree
-    keep: list[str] = field(
-        default_factory=list
-    )  # parameters that the checkpoint's optimizer lacks; they keep their state
+    keep: list[str] = field(default_factory=list)  # parameters that the checkpoint's optimizer lacks keep their state
     live: dict[str, dict[str, Any]] = field(default_factory=dict)  # live values; tensor subclasses as their parts
     wholes: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)  # tensor subclasses to fill
     casts: dict[tuple[str, str], torch.dtype] = field(default_factory=dict)  # live dtypes, by FQN and state name

@@ -71,7 +71,7 @@ def _object(load: Planning, kind: str, key: str, item: Any) -> None:
 
 
 def _unlike(load: Planning, key: str, item: Any, tree: JSON) -> str:
-    """Describe how a saved scheduler or gradient scaler is of another class. Returns "" if it is not."""
+    """Describe why a saved scheduler or gradient scaler is not of the live one's class. Returns "" if it may be."""
     if is_class_known(key, load.objects):
         return of_another_class(key, item, load.objects)
     unlike, fits = compare_keys(item, tree)

@@ -163,10 +163,11 @@ def _optimizer(load: Planning, plan: OptimizerPlan, names: Mapping[int, str]) ->
 
 
 def _other_settings(optimizer: Any, groups: Sequence[Mapping[str, JSON]]) -> str:
-    """Describe how saved settings are those of another class of optimizer. Returns "" if they are not.
+    """Describe why saved settings are those of another class of optimizer. Returns "" if they may be of this class.
 
-    They are if they lack some of the class's numbers, and have others. For example, SGD has no betas, but a momentum.
-    The settings of different versions and implementations of an optimizer differ less, or in switches.
+    They are of another class if they lack numbers that this class has, and have numbers that this class lacks. For
+    example, SGD has a momentum, and Adam has betas. Between versions or implementations of one class, only switches
+    (True or False) differ, or numbers are only added or only removed.
     """
     defaults = getattr(getattr(optimizer, "base", optimizer), "defaults", {})
     saved = {name: value for group in groups for name, value in group.items()}
@@ -219,7 +220,7 @@ def _setting(load: Planning, plan: OptimizerPlan, saved: OptimizerTree, key: str
 
 
 def _opened_states(load: Planning, plan: OptimizerPlan, fqn: str, parameter: torch.Tensor) -> None:
-    """Match those live and saved states of one parameter whose tensors are of a subclass, such as torchao's.
+    """Match the live and saved states of one parameter that are tensor subclasses, such as torchao's.
 
     If the live optimizer does not have such a state yet, creates its tensor.
     """
@@ -378,16 +379,17 @@ def _check_states(plan: OptimizerPlan, weights: Mapping[str, TensorEntry], found
 def _cast_states(
     load: Planning, plan: OptimizerPlan, weights: Mapping[str, TensorEntry], masters: Mapping[str, TensorEntry]
 ) -> None:
-    """Plan casts of the states whose dtype is that of the saved tensor that the optimizer updated.
+    """Plan casts of the states whose saved dtype is that of the tensor that the optimizer updated.
 
-    This is the fp32 master if there is one, and otherwise the weight. An optimizer combines both, so such a state gets
-    the dtype of the live state or, like in torch's `load_state_dict`, of the live parameter; if this has a master
-    weight, of the master weight. Other states keep their dtype, such as the fp32 moments of a bf16 weight without a
-    master. So do step counts.
+    An optimizer updates a parameter's fp32 master if there is one, and otherwise the weight itself. Its states must fit
+    this tensor. So the states are cast to the dtype of the live state. If there is no live state, they are cast to the
+    dtype of the tensor that the live optimizer updates, as in torch's `load_state_dict`. Step counts are not cast, nor
+    are states of any other dtype, such as the fp32 moments of a bf16 weight without a master.
 
-    Without `convert_dtype`, states are only widened, for an optimizer with masters. If the live optimizer has no
-    masters, the states of masters are mismatches: its next step would fail. This is known only of torch's optimizers,
-    whose states have the dtype of the parameter. Another class may keep them in fp32, so they are not cast for it.
+    Without `convert_dtype`, states are cast only for an optimizer with masters, and only to a wider dtype. If the live
+    optimizer has no masters, but the saved one had, the states are reported as mismatches: the next step would fail.
+    This holds for torch's optimizers, whose states have the dtype of the parameter. Other classes may keep their states
+    in fp32, so for them, states of masters are neither cast nor reported if there is no live state.
     """
     import torch
 

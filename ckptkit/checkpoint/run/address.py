@@ -23,7 +23,7 @@ def resolve_url(url: str, *, storage_options: Mapping[str, Any] | None = None) -
 
     Raises:
         CheckpointNotFoundError: The run has no such checkpoint. The message lists the existing checkpoints.
-        CorruptCheckpointError: `url` is "latest", but the latest checkpoint's record cannot be read.
+        CorruptCheckpointError: `url` is RUN/latest, but the latest checkpoint's record cannot be read.
     """
     check_url(url)  # before trailing slashes are removed below
     head, separator, name = url.rstrip("/").rpartition("/")

@@ -149,7 +149,7 @@ def would_replace(root: LocalStore, name: str, what: str) -> CheckpointExistsErr
 
 
 def take_name(root: LocalStore, path: str, name: str) -> str:
-    """Rename the checkpoint at `path` to its final name. Return the new path of an older one of this name, or ""."""
+    """Rename the checkpoint at `path` to `name`. Return the path to which a previous checkpoint was moved, or ""."""
     trash = publish.drop(root, name)
     root.rename(path, name)
     root.sync_directory()

@@ -76,7 +76,8 @@ def rotate(
         protected: Names that must stay in addition to pinned checkpoints, each with the reason.
         among: Returns whether the policy applies to a checkpoint. None: it applies to all.
         clean: True also removes the leftovers of dead saves.
-        seen: An inventory of this job's lease. If nothing in it must go, the root is not listed again.
+        seen: The inventory that this job keeps while it holds the lease. If the policy keeps everything in it, the
+            root is not listed again.
     """
     if seen is not None and not clean:
         records = [item.record for item in seen.committed if among is None or among(item.record)]
@@ -112,7 +113,7 @@ def rotate(
 
 
 def delete_any(root: Store, name: str, *, reason: str) -> bool:
-    """Delete one committed checkpoint like `delete_checkpoint`, and let `latest` name the newest one that is left."""
+    """Delete one committed checkpoint like `delete_checkpoint`, and write the newest remaining name to `latest`."""
     is_deleted = delete_checkpoint(root, name, reason=reason)
     if is_deleted:
         newest = list_checkpoints(root).latest

@@ -58,7 +58,7 @@ class RunHold:
         return shared.lease
 
     def remember(self, left: Collection[str], *, among: Callable[[CommitRecord], bool] | None = None) -> None:
-        """Remove checkpoints that are not in `left`, and satisfy `among`, from the list that the lease keeps."""
+        """Remove checkpoints from the lease's list if they satisfy `among` (None: all do) and are not in `left`."""
         lease = self._taken.lease if self._taken is not None else None
         if lease is not None and lease.inventory is not None:
             known = lease.inventory.committed

@@ -104,7 +104,14 @@ class Skipped:
 
 @dataclass(frozen=True, slots=True)
 class Inventory:
-    """All entries of a run's root. `committed` is in the order of the saves, with abandoned branches first."""
+    """All entries of a run's root.
+
+    Attributes:
+        committed: The checkpoints, newest last (see `in_order`).
+        in_progress, abandoned: Saves that are running, and saves whose process died.
+        skipped: Directories that look like checkpoints but are not.
+        foreign: Paths of entries that no save seems to have written.
+    """
 
     url: str
     committed: tuple[Committed, ...] = ()
@@ -120,7 +127,7 @@ class Inventory:
 
     @property
     def newest_damaged(self) -> Skipped | None:
-        """The damaged directory that may have been the latest checkpoint, by the step in its name."""
+        """The damaged directory that may have been the latest checkpoint, by the step in its name, or None."""
         last = -1 if self.latest is None else self.latest.step
         found = {step: item for item in self.skipped if item.damaged and (step := step_of_name(item.path)) is not None}
         newest = max(found, default=-1)
@@ -386,6 +393,8 @@ def choose(
 
     Args:
         damaged: Names of checkpoints that cannot be loaded. The newest earlier checkpoint is chosen instead.
+        best: As for `resolve`.
+        view: A snapshot of `root`.
     """
     inventory = list_checkpoints(root, view=view)
     found: Committed | None

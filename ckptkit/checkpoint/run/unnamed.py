@@ -24,7 +24,7 @@ _ATTEMPT = re.compile(r"[0-9a-f]{16}/")
 
 
 def mark_of(record: CommitRecord) -> str:
-    """Return the name of the copy of a commit record that marks a deletion on an object store, written before it."""
+    """Return the name of the mark of a deletion: a copy of the commit record, written to an object store before it."""
     return f".ckptkit-deleted-{record.save_id}.json"
 
 
@@ -121,7 +121,7 @@ def _delete_own(root: LocalStore, path: str, kept: Collection[str]) -> None:
 
 
 def others_in(root: LocalStore, path: str) -> list[str]:
-    """Return the relative paths of other programs' files in a checkpoint's directory, even after its deletion."""
+    """Return the relative paths of other programs' files in the directory of a checkpoint, even of a deleted one."""
     try:
         record = find_record(root, record_path(path))
     except (CkptkitError, OSError):  # the record is unreadable: recognize the checkpoint's files by their names

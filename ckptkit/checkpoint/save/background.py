@@ -113,7 +113,7 @@ class SaveHandle:
 
 
 def _report_unasked() -> None:
-    """Log the errors of saves whose `result` or `exception` was never called. Runs when Python exits."""
+    """Log the errors of saves whose `result` was never called. Runs when Python exits."""
     for handle in list(_unasked):
         error = handle.exception()
         if error is not None:

@@ -17,7 +17,11 @@ from ckptkit.storage.open import open_store
 
 
 def read_side_files(url: str) -> dict[str, bytes]:
-    """Return the contents of the config, tokenizer, chat template and licence files at `url`, by file name."""
+    """Return the contents of the config, tokenizer, chat template and licence files at `url`, by file name.
+
+    Raises:
+        UsageError: There is no such file.
+    """
     store = open_store(url)
     found = find_side_files(store).carried
     if not found:

@@ -183,7 +183,7 @@ class Saver:
 
         Raises:
             RankFailedError: Some rank could not capture its state. Every rank raises the same error.
-            UsageError: The ranks want to save different steps.
+            UsageError: The ranks disagree on what to save, or a glob of `TrainState(layout=...)` matches no tensor.
         """
         clock, what = PhaseClock(), "planning the save"
         # The first block depends on the step: if a job often restarts, its managers should not all begin with the same

@@ -100,6 +100,10 @@ def as_global(what: str, tensor: torch.Tensor, shards: Sequence[Shard]) -> torch
     """Return a DTensor that shares memory with `tensor`, and presents it as a part of a global tensor.
 
     Returns `tensor` itself if `shards` is empty.
+
+    Raises:
+        SaveError: The tensor lacks a dimension that a shard names.
+        UsageError: The tensor's shape is not that of this rank's part.
     """
     if not shards:
         return tensor

@@ -46,5 +46,5 @@ class Stages(nn.Module):
 
 
 def stages_of(module: nn.Module) -> tuple[nn.Module, ...]:
-    """Return the stages that `module` combines, or `module` alone. An own attribute `stages` of a model is ignored."""
+    """Return the stages that `module` combines, or `module` alone. A model's own attribute `stages` is ignored."""
     return module.stages if isinstance(module, Stages) else (module,)

@@ -123,6 +123,7 @@ def capture_optimizer(
 
     Args:
         names, what: As for `named_parameters`.
+        layout: The layout in `TrainState`.
         weights: All tensors of the models, by FQN. States may share memory with them.
 
     Raises:

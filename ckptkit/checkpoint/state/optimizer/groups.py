@@ -5,16 +5,12 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ckptkit.checkpoint.state.optimizer.equal import is_real, number, same_values
 from ckptkit.checkpoint.state.optimizer.tree import GROUP_NAMES
 from ckptkit.checkpoint.state.values import JSON, decode
 from ckptkit.units import first_few
-
-if TYPE_CHECKING:
-    pass
-
 
 MODE = "train_mode"  # schedule-free optimizers' setting, which their methods train() and eval() change
 IMPLEMENTATION_SETTINGS = frozenset({"foreach", "fused", "capturable", "differentiable"})
@@ -23,6 +19,11 @@ IMPLEMENTATION_SETTINGS = frozenset({"foreach", "fused", "capturable", "differen
 
 @dataclass(slots=True)
 class GroupChanges:
+    """The settings that a load gives to an optimizer's parameter groups, and what does not match.
+
+    A group's settings are its values other than its parameters, such as lr.
+    """
+
     settings: list[dict[str, Any]]  # the new settings for each live group
     order: list[int | None] = field(default_factory=list)  # by live group: the first saved group with its parameters
     saved: int = 0  # number of saved groups
