@@ -14,6 +14,11 @@ from ckptkit.errors import UsageError
 def accumulation_steps(train_batch_size: int | None, *, micro: int, world_size: int) -> int:
     """Return how many backward passes each rank makes per optimizer step.
 
+    Args:
+        train_batch_size: Samples per optimizer step, over all ranks. None: one backward pass per step.
+        micro: Samples per backward pass on one rank.
+        world_size: Number of data-parallel ranks.
+
     Raises:
         UsageError: The sizes do not divide evenly.
     """
@@ -98,7 +103,7 @@ class Windows:
         return window
 
     def open(self, *roots: nn.Module) -> int:
-        """Return the number of backward passes that no step has used yet, for the models `roots` (default: all)."""
+        """Return the number of backward passes in incomplete windows of the models `roots` (default: all models)."""
         windows = [window for root, window in self._of.items() if not roots or root in roots]
         return sum(window.count for window in windows if not window.closed)
 

@@ -89,11 +89,16 @@ class FSDPConfig:
     replicate: Size = "auto"
     """Number of copies of the parameters. Each copy has its own group of ranks.
 
-    "auto" means the number of nodes for HYBRID_*, the number of ranks for NO_SHARD, and 1 for all other strategies.
+    "auto" means 1 for FULL_SHARD and SHARD_GRAD_OP, and otherwise the world size divided by the other sizes. If `shard`
+    is "auto", too, HYBRID_* strategies make one copy per node.
     """
 
     shard: Size = "auto"
-    """Number of ranks that share one copy of the parameters. "auto" means the world size divided by the other sizes."""
+    """Number of ranks that share one copy of the parameters.
+
+    "auto" means 1 for NO_SHARD, and otherwise the world size divided by the other sizes. If `replicate` is "auto", too,
+    HYBRID_* strategies shard over the ranks of one node, divided by tp x cp.
+    """
 
     tp: int = 1
     """Number of tensor-parallel ranks, which form the innermost mesh dimension."""
@@ -294,7 +299,11 @@ class FSDPConfig:
         return cls.from_dict(values)
 
     def to_accelerate_env(self, *, fsdp_version: Literal[1, 2] = 2) -> dict[str, str]:
-        """Return the environment variables that configure accelerate's FSDP like this config."""
+        """Return the environment variables that configure accelerate's FSDP like this config.
+
+        Args:
+            fsdp_version: accelerate's FSDP version. 1 leaves out the variables that only version 2 reads.
+        """
         policy = self.auto_wrap_policy
         if policy in (WrapPolicy.AUTO, WrapPolicy.BLOCKS):  # accelerate guesses the classes itself
             policy = WrapPolicy.TRANSFORMER_BASED_WRAP
@@ -374,7 +383,7 @@ class FSDPConfig:
 
     @property
     def needs_grad_scaler(self) -> bool:
-        """Whether gradients are fp16, which can underflow."""
+        """Whether training computes in fp16, so that gradients underflow without a loss scale."""
         return self.mixed_precision == "fp16"
 
 

@@ -35,7 +35,9 @@ class DynamicGradScaler:
         hysteresis: int = 2,
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:
-        """Start with `initial_scale`, within [min_scale, max_scale].
+        """Start with `initial_scale`, within [min_scale, max_scale]. None means no limit.
+
+        `dtype` is the compute dtype. It has no effect, except that fp16 allows fewer values of the factors.
 
         Raises:
             UsageError: An argument is invalid. fp16 needs growth_factor > 1 and 0 < backoff_factor < 1.

@@ -45,6 +45,9 @@ def grad_norm(parameters: torch.Tensor | Iterable[torch.Tensor], p: float = 2.0)
     replicated over ranks counts once. A plain gradient must be equal on all ranks, and also counts once. Parameters
     without a gradient count as zero. All ranks must call this with the same parameters in the same order. There is one
     small all-reduce for each kind of sharding.
+
+    Raises:
+        UsageError: `p` is not a number from 1 to inf.
     """
     p = checked_norm_type(p)
     parameters = _listed(parameters)
@@ -94,6 +97,7 @@ def clip_grad_norm(
     Raises:
         NonFiniteGradientError: `error_if_nonfinite` is set, and the norm is inf or NaN on some rank. The error is
             raised on every rank, and the gradients are unchanged. This check waits for the device.
+        UsageError: `max_norm` is negative, or `p` is not a number from 1 to inf.
     """
     max_norm = checked_max_norm(max_norm)
     check_flags(error_if_nonfinite=error_if_nonfinite)

@@ -33,7 +33,10 @@ from ckptkit.storage.store import Store
 
 @dataclass(frozen=True, slots=True)
 class HFLoadReport:
-    """Lists the loaded names, the names that are missing in the files, and the names that are only in the files."""
+    """Lists the loaded names, the names that are missing in the files, and the names that are only in the files.
+
+    `nbytes` is the number of bytes that this rank read.
+    """
 
     loaded: tuple[str, ...]
     missing: tuple[str, ...] = ()
@@ -82,10 +85,10 @@ def load_hf(model: nn.Module, url: Location, *, cast: bool = False, strict: bool
 
 
 def _under_live_names(catalog: Catalog, state: TrainState) -> Catalog:
-    """Return the catalog with the live model's names.
+    """Return the catalog with its names changed to the live model's names.
 
-    They may differ by a prefix, if only one of model and checkpoint has a head or is a PEFT model, and by the parts
-    that PEFT inserts into names.
+    Names may differ by a prefix, for example if only one of model and checkpoint has a head or is a PEFT model. They
+    may also differ by the parts that PEFT inserts into names.
     """
     rename, aliases, _ = aligned(catalog, state)
     names = {name: rename(name) for name in catalog.tensors}
@@ -100,7 +103,7 @@ def _rounded(plan: LoadPlan) -> Iterator[str]:
     for target in plan.models:
         stored, kept = target.entry.dtype, target.live.dtype
         if _is_rounded(stored, kept):
-            text = "FSDPConfig(mixed_precision=...) rounds it"
+            text = "to round it, set FSDPConfig(mixed_precision=...)"
             yield f"{target.key} is {stored}, the model keeps {dtype_name(kept)}; {text}"
 
 

@@ -34,7 +34,7 @@ class Exported:
     """Holds the tensors to export from a model, which may be wrapped.
 
     Attributes:
-        model: The transformers or PEFT model inside the wrappers, or the given model itself if it contains neither.
+        model: The transformers or PEFT model inside the wrappers. If there is neither, the model without its wrappers.
         tensors: The tensors by name. Tied tensors appear once.
     """
 
@@ -46,8 +46,9 @@ def exported(model: nn.Module) -> Exported:
     """Return the model inside the wrappers of `model`, with its live tensors.
 
     Raises:
-        SaveError: FSDP1 wraps a part of the model, or some parameters are outside the transformers model (for example,
-            in a value head), where `from_pretrained` would not read them.
+        SaveError: FSDP1 wraps a part of the model. Or some parameters are outside the transformers model (for example,
+            in a value head), where `from_pretrained` would not read them. Or a tensor has no values, or is of a class
+            that `from_pretrained` does not read.
     """
     if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
         raise SaveError(f"{type(model).__name__} is wrapped by FSDP1, whose models are not exported. Use FSDP2.")

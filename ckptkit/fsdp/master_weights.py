@@ -138,6 +138,7 @@ class MasterWeightOptimizer(Optimizer):
         no parameter, master or moment changes. All ranks must call this.
 
         Args:
+            closure: Computes the gradients. Called once, before everything else. Its result is ignored.
             max_norm, norm_type: Override the values with which the optimizer was created.
             divisor: The gradients are divided by this number before clipping (default: the loss scale).
 

@@ -16,8 +16,8 @@ from ckptkit.keymaps.wrappers import without_infixes
 def parameters_on_meta() -> Iterator[None]:
     """Inside the block, move the parameters of every new module to the meta device.
 
-    Buffers are not moved, because checkpoints do not contain non-persistent buffers. At most one parameter is allocated
-    at a time. Its memory is never written to.
+    Buffers are not moved, because checkpoints do not contain non-persistent buffers. A module's constructor allocates
+    each parameter before it is moved, so one parameter at a time takes memory.
     """
     register = nn.Module.register_parameter
 
@@ -38,7 +38,7 @@ def parameters_on_meta() -> Iterator[None]:
 def materialize(model: nn.Module, device: torch.device | str) -> None:
     """Allocate the model's meta tensors on `device`, and mark them as tensors without values.
 
-    All other tensors keep their values.
+    All other tensors keep their values. If there were meta tensors, `restore_buffers` is called at the end.
     """
     empty = {name for name, tensor in _named(model) if tensor.is_meta}
     if not empty:

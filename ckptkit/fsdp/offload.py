@@ -45,7 +45,16 @@ def load_optimizer(optimizer: O) -> O:
 
 
 def offload_model(models: T, *, empty_cache: bool = True) -> T:
-    """Move one module, or several modules, to the host. Return the argument. Ignores objects that are not modules."""
+    """Move one module, or each module in a list or tuple, to the host. Return the argument.
+
+    Other objects are ignored.
+
+    Args:
+        empty_cache: Return the freed memory from torch's caching allocator to the device.
+
+    Raises:
+        UsageError: The argument is or contains an optimizer.
+    """
     for module in _modules(models):
         module.to("cpu")
     _finish()
@@ -57,7 +66,7 @@ def offload_model(models: T, *, empty_cache: bool = True) -> T:
 
 
 def reload_model(models: T, *, device: torch.device | str | None = None) -> T:
-    """Move one or several modules back to `device` (default: the accelerator, if any). Return the argument."""
+    """Move the modules back to `device` (default: the accelerator, if any). Otherwise like `offload_model`."""
     if device is None:
         found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         device = found if found is not None else "cpu"

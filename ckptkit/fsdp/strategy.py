@@ -101,6 +101,7 @@ class FSDPStrategy:
         last_outcome: What the last `optimizer_step` did: "stepped", "skipped" (a gradient was not finite) or
             "accumulating" (the step needs more backward passes). None before the first call.
         last_grad_norm: The joint `norm_type`-norm of the gradients at the last step, before clipping.
+        last_load: The report of the last `load_ckpt`. None if there was no checkpoint.
 
     Raises:
         UsageError: An argument is invalid, or the batch sizes do not divide evenly. The batch sizes are checked once
@@ -485,6 +486,10 @@ class FSDPStrategy:
         Returns whether the weights changed. If not, `last_outcome` says why: "accumulating" if the step needs more
         backward passes, "skipped" if a gradient on some rank is not finite. A skipped step changes no weights, moments
         or scheduler on any rank, but the loss scale may decrease. All ranks must call this.
+
+        Args:
+            scheduler: Its `step` is called after each step that changes the weights.
+            name: Names the model in log messages.
 
         Raises:
             UsageError: An argument has the wrong type, the optimizer has no parameter of the model (because it was

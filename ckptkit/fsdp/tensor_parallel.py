@@ -55,7 +55,11 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, plan: TPPlan | Non
 
 
 def tensor_parallel_plan(model: nn.Module) -> dict[str, ParallelStyle | str]:
-    """Return a transformers model's own plan, with globs relative to the root of `model`."""
+    """Return a transformers model's own plan, with globs relative to the root of `model`.
+
+    Raises:
+        UsageError: The model has no plan.
+    """
     plan: dict[str, ParallelStyle | str] = {}
     config = getattr(model, "config", None)
     inner = getattr(model, "base_model_prefix", "")

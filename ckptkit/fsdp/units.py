@@ -80,6 +80,11 @@ def plan_units(model: nn.Module, policy: Policy, *, exclude: Sequence[str] = (),
 
 
 def policy_of(config: FSDPConfig, model: nn.Module) -> Policy:
+    """Return the policy that `config.auto_wrap_policy` names.
+
+    Raises:
+        UsageError: The policy is TRANSFORMER_BASED_WRAP, but the classes of the model's blocks are unknown.
+    """
     kind = config.auto_wrap_policy
     if kind is WrapPolicy.NO_WRAP:
         return lambda model: []
