@@ -166,7 +166,7 @@ class UnsafePickleError(CorruptCheckpointError):
 
 
 class UnsafePathError(CorruptCheckpointError):
-    """A file name read from a checkpoint points outside of the checkpoint."""
+    """A path is not valid, or leads out of the checkpoint or the store (by "..", or through a symbolic link)."""
 
 
 class CheckpointMismatchError(CkptkitError, ValueError):

@@ -19,6 +19,9 @@ def parse_size(text: str | int | float, name: str = "") -> int:
 
     A bare number counts bytes. Units without an "i" are powers of ten: "5G" equals "5GB". Error messages show `name`
     as the name of the argument.
+
+    Raises:
+        UsageError: The size is malformed, negative or infinite.
     """
     shown = f"{name}: {text!r}" if name else repr(text)
     if isinstance(text, (int, float)) and not isinstance(text, bool):
@@ -50,6 +53,9 @@ def parse_duration(text: str | int | float, name: str = "") -> float:
     """Return a duration in seconds. Accepts "90s", "5m", "1.5h", "2d" or 30.
 
     Error messages show `name` as the name of the argument.
+
+    Raises:
+        UsageError: The duration is malformed, negative or infinite.
     """
     shown = f"{name}: {text!r}" if name else repr(text)
     if isinstance(text, (int, float)) and not isinstance(text, bool):

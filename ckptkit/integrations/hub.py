@@ -37,6 +37,7 @@ def push_folder(
         folder: A local directory with safetensors files, as written by `ckptkit convert`.
         repo: The name of the repo, such as "user/name".
         private: Whether a new repo is private; None uses the owner's setting.
+        revision: The branch to commit to; None uses the repo's default branch.
         token: Access token. The default is HF_TOKEN, or the token that `hf auth login` stored.
         show_progress: Show huggingface_hub's progress bars if stderr is a terminal.
 

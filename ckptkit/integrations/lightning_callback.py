@@ -56,7 +56,7 @@ class ManagedCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # Lightning's t
     handler that saves and requeues a Slurm job on SIGUSR1 also runs at the end of an optimizer step, on all ranks.
 
     Args:
-        retention: The policy. By default, the policy is derived from `save_top_k`.
+        retention: The policy. By default, the policy is derived from `save_top_k`, and -1 keeps all checkpoints.
         state_dict_type: As in CheckpointManager. Used only with strategies other than FSDP2Strategy.
         storage_options: Passed to fsspec. Used only with strategies other than FSDP2Strategy.
         arguments: Passed to ModelCheckpoint.

@@ -172,7 +172,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers
     # --- events
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Raise if the callback is not attached."""
+        """Raise UsageError if the callback is not attached. Turn off the Trainer's own rotation."""
         if self._trainer is None:
             raise UsageError("CheckpointCallback does nothing until it is attached: callback.attach(trainer).")
         self._saved = -1
@@ -321,10 +321,11 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers
 
 
 def _to_resume_from(report: LoadReport, stack: contextlib.ExitStack) -> str:
-    """Return the directory to pass to `train`: a new one with the file that the Trainer reads first.
+    """Return the directory to pass to `train`.
 
-    `stack` removes it at its end. If the Trainer saved only the adapter of a PEFT model, returns the checkpoint itself:
-    the base model's weights are not in it, and PEFT loads the adapter.
+    This is a new directory that contains only trainer_state.json, which the Trainer reads first. It is deleted when
+    `stack` is closed. If the Trainer saved only the adapter of a PEFT model, this is the checkpoint's own directory,
+    because the base model's weights are not in the checkpoint, and PEFT loads the adapter.
     """
     state = report.extra.get("trainer", report.extra.get("trainer_state"))  # from ckptkit's checkpoint or the Trainer's
     if state is None:

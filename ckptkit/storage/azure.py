@@ -38,6 +38,8 @@ class AzureApi(FsspecApi):
 
         Raises:
             FileExistsError: The blob exists already.
+            FileNotFoundError: The blob does not exist.
+            PermissionError: Access is denied.
             StorageError: Azure no longer has the blocks of the upload.
         """
         from fsspec.asyn import sync

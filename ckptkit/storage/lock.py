@@ -290,7 +290,7 @@ def acquire_lease(root: Store, *, look: Callable[[], Store] | None = None) -> Le
 def obstacle(root: Store) -> str:
     """Return why a save to `root` would fail now, or "". Writes nothing and does not wait.
 
-    Ignores object stores, and owners on other machines, about which only requests or a wait would tell.
+    Returns "" for an object store, and for an owner on another machine, because a check would take requests or a wait.
     """
     if not is_directory(root):
         return ""

@@ -324,7 +324,7 @@ class RemoteStore(Store):
                     raise
                 return ""
 
-        with self._errors(path):  # not `_call`: a put's call stack may have at most eight of our functions
+        with self._errors(path):  # not `_call`, to keep the call stack of a put short
             return call_with_retries(put if around is None else partial(around, put), place=self._server())
 
     # --- deleting

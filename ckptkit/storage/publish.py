@@ -155,7 +155,7 @@ def drop(parent: LocalStore, name: str) -> str | None:
 def clean_siblings(parent: LocalStore, name: str, *, keep: Leftover | None = None) -> None:
     """Delete the staging directories and owner files of dead commands that wrote `name`, except those of `keep`.
 
-    What a save or a deletion in a run left stays: only the run can tell the foreign files in it, and keeps them.
+    Leftovers of a run's saves and deletions stay: they may contain foreign files, which only the run recognizes.
     """
     for leftover in leftovers(parent, name):
         path = staging_name(leftover.name, leftover.nonce)

@@ -30,6 +30,7 @@ Range = tuple[str, int, int, Sink]
 """One ranged read: (name, start, stop, sink). The sink receives the bytes in order, as they arrive."""
 
 Got = tuple[int, int] | BaseException
+"""The result of a ranged read: (bytes read, object size or -1 if unknown), or the error."""
 
 
 class NotConditionalError(StorageError):
@@ -212,7 +213,12 @@ class FsspecApi:
         return ""
 
     def is_mine(self, name: str, data: bytes | Content, *, mark: str, tries: int) -> bool:
-        """Return whether an earlier one of `tries` tries of the same put wrote an existing object."""
+        """Return whether an existing object was written by an earlier try of the same put.
+
+        Args:
+            mark: The text that identifies the put, as for `put`.
+            tries: Number of tries so far, including the one that found the object.
+        """
         data = Content.of(data).joined()
         return tries > 1 and self.get(name, 0, len(data) + 1) == data
 

@@ -247,7 +247,7 @@ class S3Api(FsspecApi):
 
 
 def _leave_unsigned(settings: Mapping[str, Any]) -> None:
-    """If the server is on this machine, turn off the signing of bodies, which takes time. They have a CRC-32."""
+    """If the server is on this machine, turn off the signing of bodies, to save time. A CRC-32 protects them anyway."""
     given = settings["config_kwargs"]
     checksums = given.get("request_checksum_calculation", os.environ.get("AWS_REQUEST_CHECKSUM_CALCULATION", ""))
     client = settings.get("client_kwargs") or {}

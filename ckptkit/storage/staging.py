@@ -153,6 +153,7 @@ def is_dead(store: Store, path: str, *, leased: bool = False) -> bool | None:
 
 
 def exists_already(place: str) -> CheckpointExistsError:
+    """Return the error for a target that exists and was not to be overwritten."""
     return CheckpointExistsError(
         f"{place} exists already; nothing was written. Choose another path. overwrite=True (--overwrite) replaces it "
         "if it is a checkpoint or an export."
