@@ -130,7 +130,7 @@ class CheckpointNotFoundError(CkptkitError, FileNotFoundError):
 
 
 class CheckpointExistsError(CkptkitError, FileExistsError):
-    """The destination already exists. Nothing was written.
+    """The destination already exists, or another process is writing it. It was not changed.
 
     Attributes:
         reason: Why the existing files may not be replaced. "" if the files were not examined.
@@ -216,7 +216,7 @@ class StorageError(CkptkitError, OSError):
 
 
 class NonFiniteGradientError(CkptkitError, RuntimeError):
-    """A gradient is inf or NaN, and the caller asked for an error in this case. The optimizer did not step."""
+    """A gradient is inf or NaN, and the caller asked for an error in this case. No optimizer has stepped."""
 
 
 class MissingExtraError(CkptkitError, ImportError):

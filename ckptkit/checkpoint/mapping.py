@@ -48,6 +48,7 @@ def open_checkpoint(
     Raises:
         CheckpointNotFoundError: There is no checkpoint.
         CorruptCheckpointError: The metadata is damaged.
+        UnsupportedFormatError: The format or a part of the metadata cannot be read.
     """
     exact = resolve_url(location("url", url), storage_options=storage_options)
     source = open_source(exact, storage_options=storage_options, options=options or ReadOptions())

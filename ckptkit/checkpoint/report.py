@@ -28,7 +28,13 @@ _TOLD = 0.0005  # seconds; shorter phases are printed without a rate
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """One phase of a save or load in one thread. `start` and `seconds` are in seconds of `time.perf_counter`."""
+    """One phase of a save or load in one thread.
+
+    Attributes:
+        start: Value of `time.perf_counter` at the start.
+        seconds: Duration.
+        nbytes: Number of bytes moved.
+    """
 
     name: str
     start: float

@@ -66,7 +66,16 @@ def offload_model(models: T, *, empty_cache: bool = True) -> T:
 
 
 def reload_model(models: T, *, device: torch.device | str | None = None) -> T:
-    """Move the modules back to `device` (default: the accelerator, if any). Otherwise like `offload_model`."""
+    """Move one module, or each module in a list or tuple, back to `device`. Return the argument.
+
+    Other objects are ignored.
+
+    Args:
+        device: None means the accelerator, or the CPU if there is no accelerator.
+
+    Raises:
+        UsageError: The argument is or contains an optimizer.
+    """
     if device is None:
         found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         device = found if found is not None else "cpu"

@@ -298,6 +298,10 @@ class FSDPStrategy:
             ignored_params: Parameters that FSDP ignores, in addition to those that the configuration names.
             shard_placement_fn: A function that takes a parameter and returns the dimension to shard, for example
                 `Shard(1)`, or None for `Shard(0)`.
+
+        Raises:
+            NotShardableError: FSDP1 has already wrapped the model or a part of it.
+            UsageError: A parameter, unit, size or plan cannot be used. The message says which, and why.
         """
         if not isinstance(model, nn.Module) or self._is_prepared(model):
             return model
@@ -559,7 +563,7 @@ class FSDPStrategy:
         Args:
             model: A prepared model.
             save_dir: The root of the run's checkpoints: a path or a URL.
-            tag: The checkpoint's name. None uses its step.
+            tag: The checkpoint's name. None means "step_" and the step.
             max_num: Number of checkpoints to keep. None keeps all. Only checkpoints that ckptkit committed are counted
                 or deleted.
             max_mem: Maximum total size: a number of GiB, or a string such as "500GB". None means no limit.

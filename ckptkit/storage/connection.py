@@ -72,7 +72,7 @@ class Budget:
         self._changed = threading.Condition()
 
     def acquire(self, nbytes: int) -> None:
-        """Wait until the limit has room for `nbytes` more bytes, or nothing else is reserved, and reserve them."""
+        """Wait until `nbytes` more bytes fit under the limit, or until nothing else is reserved. Then reserve them."""
         with self._changed:
             self._changed.wait_for(
                 lambda: not nbytes or not self._held_bytes or self._held_bytes + nbytes <= self._most_bytes

@@ -144,7 +144,10 @@ def _without_inner_retries(fs: Any, *, given: bool) -> None:
 
 
 class GcsUpload:
-    """A resumable upload in order. Before a part is sent again, the server is asked how much of it has arrived."""
+    """A resumable upload, whose parts are sent in order.
+
+    Before a part is sent again, the server is asked how much of it has arrived.
+    """
 
     in_order = True
 

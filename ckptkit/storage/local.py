@@ -95,13 +95,13 @@ def _file_above(path: str) -> str:
 class LocalStore(Store):
     """Files in a directory, on a local disk or on a mounted shared file system.
 
-    Symbolic links are followed only if the target is under the root, or if they link from a snapshot of a Hugging Face
-    cache to its blobs. Nothing is written or deleted through a link that leads out of the root. For a store that
-    `child` returned, the root is the directory of the store that was opened first.
+    A read follows a symbolic link only if the target is under this store's directory, or if the link leads from a
+    snapshot of a Hugging Face cache to its blobs. Nothing is listed, written or deleted through a link that leads out
+    of the top directory: that of the store that was opened first, which a store from `child` remembers.
     """
 
     def __init__(self, root: str | os.PathLike[str], *, top: str = "", must_exist: bool = False) -> None:
-        """Open a directory, which need not exist. `top` is the root of the store that was opened first."""
+        """Open a directory, which need not exist. `top` is the directory of the store that was opened first."""
         self.url = os.path.abspath(os.path.expanduser(os.fspath(root)))
         self._top = top or self.url
         self._must_exist = must_exist
@@ -186,7 +186,10 @@ class LocalStore(Store):
         return room.f_bavail * room.f_frsize
 
     def is_writable(self) -> bool:
-        """Return whether this process may create files in the directory, or may create the directory."""
+        """Return whether this process may create files in the directory.
+
+        If the directory does not exist, return whether this process may create the directory.
+        """
         effective = os.access in os.supports_effective_ids
         return os.access(self._nearest(), os.W_OK | os.X_OK, effective_ids=effective)
 
@@ -281,7 +284,8 @@ class LocalStore(Store):
     def _read_quick(self, jobs: _Jobs) -> int:
         """Do short reads in this thread while the data is in the page cache. Return the number of reads done.
 
-        Threads would take five times as long then, because they compete for the GIL. From disk, they are faster.
+        Threads take five times as long to read cached data, because they compete for the GIL. Data from disk they read
+        faster.
         """
         waits = 0
         for done, (fd, path, span, items) in enumerate(jobs):

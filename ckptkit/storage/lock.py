@@ -64,7 +64,7 @@ class Lease:
 
         Args:
             since: The time of `_now` just before the file was written.
-            old: Lease files of earlier generations. `tidy` deletes them.
+            old: Lease files of earlier generations. `finish` deletes them.
         """
         self.root = root
         self.path, self.nonce = state.path, state.nonce
@@ -130,9 +130,9 @@ class Lease:
                 self._spare = True
 
     def finish(self) -> None:
-        """Do what acquiring the lease need not wait for.
+        """Do the work for which `acquire_lease` need not wait.
 
-        Find out whether the store has conditional writes, by one to the lease's file. Delete lease files of earlier
+        Test whether the store has conditional writes, with a write to the lease's file. Delete lease files of earlier
         generations, and incomplete files of killed processes.
         """
         if self.root.has_conditional_writes is None:

@@ -39,7 +39,7 @@ class Owner:
         """Return whether the process is alive and writes to the directory from which this record was read.
 
         None if unknown: it may be on another machine, or the directory may be a copy. A process from before the last
-        reboot of this machine is dead, but without a machine id (in most containers), a reboot is unknown.
+        reboot of this machine is dead, but without a machine id (in most containers), a reboot cannot be detected.
         """
         if self.machine != _machine():
             same = self.machine.split("/")[1:] == _machine().split("/")[1:] and self.host == _host()
@@ -50,7 +50,7 @@ class Owner:
 
 
 def read_json(store: Store, path: str, nbytes: int = 4096) -> Any:
-    """Return the JSON in the first line of a file of at most `nbytes`. None if it is missing or damaged."""
+    """Return the JSON in the first line of a file. Reads at most `nbytes`. None if the line is missing or damaged."""
     try:
         return json.loads(store.read(path, 0, nbytes).partition(b"\n")[0])
     except (FileNotFoundError, ValueError, RecursionError):

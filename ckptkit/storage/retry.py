@@ -46,9 +46,10 @@ async def patiently(
     body: Any = None,
     given_s: float | None = None,
 ) -> T:
-    """Await `request`. Raises SilenceError if it makes no progress within the timeout; it may still be carried out.
+    """Await `request`. Raises SilenceError if it makes no progress within the timeout.
 
-    HTTP clients themselves would wait forever in an upload to a server that stops reading.
+    After this error, the store may still carry out the request. HTTP clients themselves would wait forever in an upload
+    to a server that stops reading.
 
     Args:
         least_s: Timeout of the first try, instead of the usual one. Later tries wait up to four times as long.
@@ -280,7 +281,8 @@ class Patience:
     All calls of an operation, in all threads, share one Patience. After one call has given up, the others give up soon.
 
     Args:
-        limit_s: No call is retried later than this many seconds after its first try. None means `timeout_s()`.
+        limit_s: No call is retried later than this many seconds after its first try. If this is at least `TIMEOUT_S`,
+            each call nevertheless gets `_LEAST` tries. None means `timeout_s()`.
     """
 
     def __init__(self, limit_s: float | None = None) -> None:

@@ -228,8 +228,8 @@ def _shared(
 def _share_checks(wanted: Sequence[Sequence[SliceCheck]]) -> list[list[SliceCheck]]:
     """For each slice that no rank reads completely, choose a rank to check the slice's digest.
 
-    Of the ranks that read a part of the slice, the rank that has been given the fewest bytes so far is chosen. It reads
-    the whole slice before any rank uses the data.
+    Of the ranks that read a part of the slice, the rank that has been given the fewest bytes so far is chosen. The
+    chosen rank reads the whole slice before any rank uses the data.
     """
     readers: dict[tuple[Any, int], list[int]] = {}
     slices: dict[tuple[Any, int], SliceCheck] = {}

@@ -117,7 +117,7 @@ def _choose(models: Sequence[str]) -> str:
 
 
 def _quoted(item: str) -> str:
-    """Return a name that contains control characters or line breaks as a Python string, any other one unchanged."""
+    """Return a name with control characters or line breaks as a Python string literal, and any other name unchanged."""
     return item if item.isprintable() else repr(item)
 
 

@@ -436,7 +436,10 @@ def _renamed(
 
 
 def _same_bytes(one: TensorEntry, other: TensorEntry) -> bool:
-    """Return whether two entries share memory or have equal digests. Two attributes may hold the same module."""
+    """Return whether two entries refer to the same bytes of a file, or to bytes with equal digests.
+
+    They do if two attributes of the saved model hold the same module.
+    """
 
     def content(part: TensorSlice) -> tuple[Any, ...]:
         of, place = part.digest, (part.path, part.start)

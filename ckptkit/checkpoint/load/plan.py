@@ -180,8 +180,9 @@ def compare_keys(item: Any, saved: Any) -> tuple[str, bool]:
     """Compare a scheduler or a gradient scaler with a saved state whose class was not recorded.
 
     Returns the difference between their keys ("" if there is none), and whether the state can be of the same class.
-    Another version of torch may add keys to a state, and a program may leave some out, but a state of the same class
-    does not both lack keys and have others, or lack keys of `_NEEDED`. An encoded OrderedDict is not compared.
+    A state of the same class may have more keys (from another version of torch) or fewer (the program may leave some
+    out). It cannot lack keys and also have others, and it cannot lack keys of `_NEEDED`. An encoded OrderedDict is not
+    compared.
     """
     live = item.state_dict()
     if not live or not all(isinstance(one, Mapping) for one in (live, saved)) or any(k[:1] == "$" for k in saved):

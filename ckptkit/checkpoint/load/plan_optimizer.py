@@ -181,7 +181,10 @@ def _other_settings(optimizer: Any, groups: Sequence[Mapping[str, JSON]]) -> str
 
 
 def _shards_here(plan: OptimizerPlan) -> dict[str, Held]:
-    """Return, by key, the saved states of whole parameters for which this rank's optimizer has plain shards."""
+    """Return the keys of saved states of whole parameters for which this rank's optimizer has plain shards.
+
+    The value of each key is SHARD.
+    """
     live = {fqn: (parameter, plan.live[fqn]) for fqn, parameter in plan.parameters.items()}
     names = shard_names(live.values())
     found = {(fqn, name): entry for fqn, entries in plan.states.items() for name, entry in entries.items()}

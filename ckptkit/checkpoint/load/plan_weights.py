@@ -111,7 +111,7 @@ def _parts(
 def _extra_state(load: Planning, key: str, module: torch.nn.Module, live: Collection[str], chosen: KeyFilter) -> None:
     """Plan how to restore the extra state of modules (see `get_extra_state` in torch).
 
-    Compares live and saved state module by module. `chosen` selects it by its names in `state_dict`.
+    Compares live and saved state module by module. `chosen` selects extra states by their names in the state dict.
     """
     tree = load.objects.get(key, {})
     if not chosen.takes_all:

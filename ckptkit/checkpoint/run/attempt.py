@@ -298,7 +298,7 @@ def _check_files(url: str, files: Mapping[str, FileRecord], found: Mapping[str, 
 
 
 def write_hint(root: Store, name: str, *, view: Store | None = None, ours: bool = False) -> bool:
-    """Write the newest checkpoint's name to the file `latest`, as a hint for people. Never raises.
+    """Write the newest checkpoint's name to the file `latest`, as a hint for users. Never raises.
 
     Returns False if the file is foreign (and stays) or cannot be written. ckptkit does not rely on the hint.
 

@@ -123,7 +123,7 @@ def delete_any(root: Store, name: str, *, reason: str) -> bool:
 
 @patient()
 def delete_checkpoint(root: Store, name: str, *, reason: str, kept: list[str] | None = None) -> bool:
-    """Delete one committed checkpoint. Return True, or False if the checkpoint is pinned.
+    """Delete one committed checkpoint. Return True, or False if a user or a reader has pinned the checkpoint.
 
     If the deletion is killed halfway, the remaining files no longer form a checkpoint, and the next save or prune
     removes them. Foreign files are never deleted. Their paths are added to `kept`.

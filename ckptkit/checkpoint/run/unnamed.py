@@ -24,7 +24,10 @@ _ATTEMPT = re.compile(r"[0-9a-f]{16}/")
 
 
 def mark_of(record: CommitRecord) -> str:
-    """Return the name of the mark of a deletion: a copy of the commit record, written to an object store before it."""
+    """Return the name of a deletion's mark: a copy of the commit record.
+
+    It is written to an object store before the commit record is deleted.
+    """
     return f".ckptkit-deleted-{record.save_id}.json"
 
 

@@ -90,7 +90,8 @@ class SaveHandle:
         """Wait for the commit, and return the report.
 
         Raises:
-            SaveError: The save failed. Unless rank 0 died or hung, nothing was published.
+            CkptkitError: The save failed, in most cases with a SaveError. Unless rank 0 died or hung, nothing was
+                published.
             TimeoutError: The save has not ended after `timeout_s` seconds. The save continues.
             UsageError: This process is a fork of the process that saves.
         """

@@ -372,7 +372,7 @@ def warn_of(keys: Collection[str], captured: Captured) -> None:
 
 @dataclass(frozen=True, slots=True)
 class OwnCopies:
-    """A checkpoint as one rank loads it: where ranks had different values at the save, it has this rank's own values.
+    """A checkpoint as one rank loads it. Where the ranks had different values at the save, it contains this rank's own.
 
     Attributes:
         note: A message for the case that the number of ranks changed. It lists the tensors that differed between ranks
@@ -391,7 +391,7 @@ class OwnCopies:
 
 
 def own_copies(catalog: Catalog, objects: Mapping[str, Any], *, rank: int, world_size: int) -> OwnCopies:
-    """Return the checkpoint as `rank` loads it: where ranks had different values at the save, with those of `rank`."""
+    """Return the checkpoint as `rank` loads it: values that differed between ranks at the save are those of `rank`."""
     saved = {name.partition(".")[2]: tree for name, tree in objects.items() if name.startswith(f"{PER_RANK}.")}
     for name, tree in saved.items():
         if not isinstance(tree, dict) or any(key not in catalog.tensors for key in references(tree)):

@@ -55,7 +55,7 @@ class Captured:
         """Yield (key, stored key, dict that contains the tensor, key in this dict) for each tensor.
 
         The stored key is the checkpoint key under which the values are stored. It differs from `key` only for the
-        further names of a tied tensor.
+        other names of a tied tensor.
         """
         for part, tensors in self.models.items():
             aliases = self.aliases.get(part, {})

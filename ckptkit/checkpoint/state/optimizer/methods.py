@@ -73,7 +73,7 @@ def inner_optimizers(optimizer: Any) -> Sequence[Any]:
 
 
 def with_inner(optimizer: Any) -> Iterator[Any]:
-    """Yield an optimizer and all optimizers that it combines."""
+    """Yield an optimizer and all optimizers that it wraps or combines."""
     yield optimizer
     for one in inner_optimizers(optimizer):
         yield from with_inner(one)
@@ -182,7 +182,7 @@ def finish_load(optimizer: Any, added: Mapping[str, Any] | None = None) -> None:
 
     For example, an optimizer class may clear a cache in its `load_state_dict`. Such a method also calls torch's
     `load_state_dict`, which casts states and replaces the tensors in groups. So the restored values are put back
-    afterwards. If `optimizer` combines other optimizers, this is first done for them.
+    afterwards. If `optimizer` wraps or combines other optimizers, this is first done for them.
 
     Args:
         added: Entries other than "state" and "param_groups" to pass to the optimizer's own `load_state_dict`.
