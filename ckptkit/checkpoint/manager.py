@@ -668,7 +668,7 @@ def check_options(
             raise UsageError(f"{name}={value!r}: expected {', '.join(map(repr, others))} or {last!r}.")
     if async_mode == "process":
         raise UsageError(
-            "async_mode='process' is not supported: a process slows training on full cores more than a thread does. "
+            "async_mode='process' is not supported: without a spare core, a process slows training more than a thread. "
             "Use async_mode='thread', the default."
         )
     if async_mode != "thread":

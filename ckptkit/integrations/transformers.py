@@ -35,7 +35,7 @@ from ckptkit.errors import CheckpointMismatchError, UsageError
 from ckptkit.formats.own.record import checkpoint_name
 
 _log = logging.getLogger(__name__)
-_SAMPLES = "samples_per_step"  # of all ranks, in the checkpoint's client state
+_SAMPLES = "samples_per_step"  # a key in the checkpoint's client state; the number counts the samples of all ranks
 
 
 class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers' types are not followed

@@ -45,7 +45,7 @@ class Snapshot(RemoteStore):
         if not path:
             return self._found
         names = self._names
-        return self._found[bisect_left(names, f"{path}/") : bisect_left(names, f"{path}0")]  # "0" follows "/"
+        return self._found[bisect_left(names, f"{path}/") : bisect_left(names, f"{path}0")]  # "0" comes right after "/"
 
     def exists(self, path: str) -> bool:
         found = self.info(path)

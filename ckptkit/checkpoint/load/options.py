@@ -88,7 +88,7 @@ class LoadOptions:
         if self.max_memory is not None:
             parse_size(self.max_memory, "max_memory")
             if not self.atomic:
-                raise UsageError("max_memory= limits the second copy that atomic=True makes. Pass both, or neither.")
+                raise UsageError("max_memory= limits the second copy that atomic=True makes. Pass atomic=True, too.")
         check_flags(strict=self.strict, convert_dtype=self.convert_dtype, atomic=self.atomic)
         for name in ("include", "exclude"):
             value = getattr(self, name)

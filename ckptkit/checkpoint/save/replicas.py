@@ -132,7 +132,7 @@ class Fingerprints:
         }
         self.keys = [*found, *trees, *declared, *replicas]
         # Hash the parameters' names, too: ranks with different parameters (pipeline stages) have different values.
-        # "shared" is different: it belongs to no parameter, and has the same names on all ranks.
+        # Not so for "shared": it belongs to no parameter, and has the same names on all ranks.
         salts = {
             f"{section}.{part}": "".join(f" {fqn}" for group in taken.tree["param_groups"] for fqn in group["params"])
             for section, taken in captured.optimizers.items()
