@@ -44,6 +44,8 @@ def open_checkpoint(
 
     Args:
         url: May also be "run/latest", "run/latest~1", "run/best" or "run/1000".
+        storage_options: Passed to fsspec.
+        options: Options for the formats of other systems.
 
     Raises:
         CheckpointNotFoundError: There is no checkpoint.

@@ -535,7 +535,7 @@ class FSDPStrategy:
         return offload.offload_model(models, empty_cache=empty_cache)
 
     def reload_model(self, models: T) -> T:
-        """Move a module, or each module in a list, back to its device. Return the argument."""
+        """Move a module, or each module in a list, back to the device for training. Return the argument."""
         return offload.reload_model(models, device=device_type_of(None, preferred=self.config.device))
 
     # ------------------------------------------------------------------ checkpoints
@@ -619,6 +619,7 @@ class FSDPStrategy:
             load_module_strict: True raises if parameters are missing or unexpected. False only reports such parameters.
             load_optimizer_states, load_lr_scheduler_states: True restores the given optimizer or scheduler, and raises
                 if the checkpoint lacks its state. False leaves the optimizer or scheduler unchanged.
+            which: A step, a tag, "best" or a URL, as in `CheckpointManager.load`.
             key_map: Maps the checkpoint's names to the model's names. If given, only weights are loaded, as in
                 `CheckpointManager.load`.
             start_fresh: When to return (None, {}) instead of raising an error, as in `CheckpointManager`.
@@ -627,6 +628,9 @@ class FSDPStrategy:
             CheckpointMismatchError: The checkpoint does not match. The message lists all mismatches. Nothing was
                 changed.
             IncompleteCheckpointError: The run has step directories, but none is committed (see `start_fresh`).
+            CheckpointNotFoundError: The checkpoint `which` does not exist.
+            CorruptCheckpointError: The checkpoint is damaged.
+            UsageError: Gradients of backward passes have not been used by a step.
         """
         self._join()
         state = self._training_state(model, optimizer, scheduler if load_lr_scheduler_states else None, 0)

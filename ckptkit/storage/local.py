@@ -157,7 +157,8 @@ class LocalStore(Store):
     def _scan(self, folder: str, full: str) -> _Infos:
         """Return the entries of one directory, or [] if it does not exist.
 
-        Scans again if an entry was deleted meanwhile: it could miss a new checkpoint and find the previous one deleted.
+        Scans again if an entry was deleted meanwhile. Otherwise, the result could lack both a new checkpoint and the
+        previous one, which was deleted after the new one had appeared.
         """
         found: _Infos = []
         for _ in range(_MAX_SCANS):

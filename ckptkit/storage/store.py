@@ -84,7 +84,10 @@ class Store(Protocol):
         """Return the entry at `path`, or None. The result is never cached."""
 
     def exists(self, path: str) -> bool:
-        """Return whether there is a file at `path`, or on a file system anything else. Makes at most one request."""
+        """Return whether there is a file at `path`. Makes at most one request.
+
+        On a file system, also returns True for a directory.
+        """
 
     def list(self, path: str = "", *, recursive: bool = False) -> list[FileInfo]:
         """Return the entries of the directory `path`, sorted by path. [] if `path` is not a directory.

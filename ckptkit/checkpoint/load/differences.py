@@ -73,7 +73,7 @@ class Mismatches:
         """Raise CheckpointMismatchError on any mismatch. With strict=False, accept missing and unexpected names.
 
         Args:
-            elsewhere: Accept unexpected names, which other ranks' states may have, if there are no other mismatches.
+            elsewhere: Accept unexpected names if nothing else differs, because other ranks may have these names.
             call: The function that the user called. The message suggests options of this function. `include` and
                 `optimizer` are suggested only for MANAGER.
         """

@@ -218,7 +218,7 @@ def _saved(
 
 
 def _setting(load: Planning, plan: OptimizerPlan, saved: OptimizerTree, key: str) -> torch.Tensor:
-    """Return a param group's tensor setting (such as lr). One saved as a DTensor becomes a DTensor if possible."""
+    """Return a param group's tensor setting (such as lr). A setting saved as a DTensor becomes one if possible."""
     return placed_whole(plan.parameters.values(), saved.held.get(key), load.small(key))
 
 
@@ -465,7 +465,7 @@ def _plan_masters(
 ) -> list[str]:
     """Find the saved tensor for each live fp32 master weight.
 
-    This is the saved master weight. If there is none, it is the saved weight, provided that it is fp32 or fp64.
+    That is the saved master weight or, if there is none, the saved weight, provided that it is fp32 or fp64.
     Returns the FQNs of the saved master weights that match no live one.
     """
     if plan.master_name is None:

@@ -302,7 +302,7 @@ class SaveAttempt:
         self._record: CommitRecord | None = None
 
     def use(self, save_id: str, witness: Witness | None) -> None:
-        """Set the location of this attempt's files. `witness` is None on rank 0."""
+        """Set the attempt's id, and with it the location of its files. `witness`: as for `RemotePlace`."""
         self.name, self.save_id = checkpoint_name(self.step, self.tag), save_id
         if is_directory(self.root):
             self.place = LocalPlace(self.root, self.name, save_id)

@@ -236,7 +236,7 @@ class Coordinator:
     def decide(self, fn: Callable[[], T], what: str) -> T:
         """Run `fn` on rank 0, and return the result on every rank.
 
-        Its ckptkit errors are raised unchanged on every rank; any other error becomes a RankFailedError.
+        A ckptkit error of `fn` is raised unchanged on every rank. Any other error becomes a RankFailedError.
         """
         self._begin()
         if self.is_main:
