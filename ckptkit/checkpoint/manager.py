@@ -356,6 +356,7 @@ class CheckpointManager:
 
         If it returns True, end the job. All ranks must call it between two steps. Call it after the regular save of the
         step, because it does not save a step that this manager has saved or resumed from. It waits for a running save.
+        The arguments are those of `save`.
 
         Raises:
             UsageError: The manager was created without `on_signal`.

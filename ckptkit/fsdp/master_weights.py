@@ -108,7 +108,7 @@ class MasterWeightOptimizer(Optimizer):
         return self.grad_scaler.scale if self.grad_scaler is not None else 1.0
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
-        """Multiply the loss by the loss scale, in at least fp32, and run backward."""
+        """Multiply the loss by the loss scale, in at least fp32, and run backward. `retain_graph`: as in torch."""
         torch.autograd.backward(widened(loss) * self.loss_scale, retain_graph=retain_graph)
 
     def backward_by_grad(self, tensor: torch.Tensor, grad: torch.Tensor) -> None:
@@ -118,7 +118,7 @@ class MasterWeightOptimizer(Optimizer):
     def clip_grad_norm(self, max_norm: float | None, p: float = 2.0) -> torch.Tensor:
         """Clip the joint norm of the gradients of all groups. Return the norm before clipping.
 
-        The gradients must already be unscaled.
+        The gradients must already be unscaled. Takes the arguments of `ckptkit.fsdp.clip_grad_norm`.
         """
         return clip_grad_norm(list(self._parameters()), max_norm, p)
 

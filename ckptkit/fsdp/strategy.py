@@ -162,6 +162,9 @@ class FSDPStrategy:
 
         Data-parallel ranks get different seeds, and so draw different initial weights. `sync_module_states` (the
         default) or loading from files makes the weights equal.
+
+        Args:
+            timeout: The timeout of a new process group. None means torch's default.
         """
         self._join(timeout)
         seed = (self.seed + self.data_parallel_rank) % 2**64
@@ -444,6 +447,10 @@ class FSDPStrategy:
         batch. To step after fewer passes (for example, at the end of an epoch), set `last=True` in the last of them.
         The step then uses the mean over these passes. `last` must be equal on all ranks.
 
+        Args:
+            model: The model that `loss` was computed with.
+            optimizer: The optimizer that will step. With fp16, it determines the loss scale.
+
         Raises:
             UsageError: An argument has the wrong type, for example because two are swapped.
         """
@@ -531,11 +538,22 @@ class FSDPStrategy:
         return offload.load_optimizer(optimizer) if self.config.offload == "optimizer" else optimizer
 
     def offload_model(self, models: T, empty_cache: bool = True) -> T:
-        """Move a module, or each module in a list, to the host. Return the argument."""
+        """Move a module, or each module in a list, to the host. Return the argument.
+
+        Args:
+            empty_cache: Return the freed memory from torch's caching allocator to the device.
+
+        Raises:
+            UsageError: The argument is or contains an optimizer.
+        """
         return offload.offload_model(models, empty_cache=empty_cache)
 
     def reload_model(self, models: T) -> T:
-        """Move a module, or each module in a list, back to the device for training. Return the argument."""
+        """Move a module, or each module in a list, back to the device for training. Return the argument.
+
+        Raises:
+            UsageError: The argument is or contains an optimizer.
+        """
         return offload.reload_model(models, device=device_type_of(None, preferred=self.config.device))
 
     # ------------------------------------------------------------------ checkpoints

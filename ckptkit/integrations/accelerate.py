@@ -62,7 +62,11 @@ class AcceleratorCheckpoints:
         self.manager = CheckpointManager(url, **options)
 
     def save_state(self, step: int, **options: Any) -> SaveReport:
-        """Save, and return once the checkpoint is durable. `options` are passed to `CheckpointManager.save`."""
+        """Save step `step`, and return once the checkpoint is durable. All ranks must call this.
+
+        Args:
+            options: Passed to `CheckpointManager.save`, such as `metrics` or `tag`.
+        """
         mine = self.accelerator
 
         def collect() -> TrainState:

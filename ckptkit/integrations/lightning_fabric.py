@@ -109,7 +109,11 @@ class FSDP2FabricStrategy(ModelParallelStrategy):  # type: ignore[misc]  # Light
         norm_type: float = 2.0,
         error_if_nonfinite: bool = True,
     ) -> torch.Tensor:
-        """Clip the gradients' joint norm over all ranks. Return the norm before clipping."""
+        """Unscale the gradients (fp16), and clip their joint norm over all ranks. Return the norm before clipping.
+
+        Raises:
+            NonFiniteGradientError: `error_if_nonfinite` is set, and a gradient on some rank is inf or NaN.
+        """
         self.precision.unscale_gradients(optimizer)
         parameters = list(self.precision.main_params(optimizer))
         return clip_grad_norm(parameters, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
@@ -158,6 +162,10 @@ class FSDP2FabricStrategy(ModelParallelStrategy):  # type: ignore[misc]  # Light
         All ranks must call this. Reads every format that ckptkit reads. A checkpoint written by another program need
         not contain the values in `state`. If the number of ranks has changed, dataloaders whose states differ between
         ranks are left unchanged, with a warning.
+
+        Args:
+            strict: True raises if names are missing or unexpected. False loads what matches.
+            weights_only: Has no effect: a load never runs code from a checkpoint.
 
         Raises:
             CheckpointMismatchError: The checkpoint does not match `state`. Nothing was changed.
