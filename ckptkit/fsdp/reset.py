@@ -52,7 +52,11 @@ def reset_parameters(model: nn.Module, *, seed: int | None = None) -> None:
 
 
 def _lora_layers(model: nn.Module) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """Yield each LoRA layer of PEFT, with the value of `init_lora_weights` of each of its adapters."""
+    """Yield each LoRA layer of PEFT, with the value of `init_lora_weights` of each of its adapters.
+
+    Raises:
+        UsageError: The base weights determine an adapter's initial values.
+    """
     configs: dict[str, Any] = next((vars(m)["peft_config"] for m in model.modules() if "peft_config" in vars(m)), {})
     inits = {name: getattr(config, "init_lora_weights", True) for name, config in configs.items()}
     module: Any

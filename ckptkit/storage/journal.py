@@ -71,7 +71,7 @@ class Journal:
         Args:
             plan: Fingerprint of the source and of all bytes to write.
             steps: The numbers of the steps that are already finished.
-            anew: Files that this attempt writes again from the start. Steps of earlier attempts for them do not count.
+            anew: Files that this attempt writes again from the start. Earlier attempts' steps for these files do not count.
         """
         section = Section(plan, self.world_size, self.rank, frozenset(steps), frozenset(anew))
         text = _text(section.lines())
@@ -176,7 +176,7 @@ def _merged(parent: LocalStore, paths: Sequence[str]) -> list[Section]:
 def resumable(parent: LocalStore, name: str, *, dead: Collection[str] = ()) -> Leftover | None:
     """Return the newest staging directory of `name` that can be continued, or None.
 
-    At least one step is finished, and all processes that wrote to it are dead.
+    In such a directory, at least one step is finished, and all processes that wrote to it are dead.
 
     Args:
         dead: Owner files whose processes are dead, as `dead_owner_files` found on other machines.

@@ -146,7 +146,10 @@ class Store(Protocol):
         return self
 
     def unfinished_uploads(self, path: str = "", *, older_than_s: float = 0.0) -> Uploads:
-        """Return the unfinished multipart uploads under `path`. Their parts cost money."""
+        """Return the unfinished multipart uploads under `path` that began at least `older_than_s` seconds ago.
+
+        Their parts cost money.
+        """
         return []
 
     def end_uploads(self, found: Sequence[UnfinishedUpload]) -> None:
