@@ -305,6 +305,7 @@ class DeferredOptimizer:
 
         Raises:
             CheckpointMismatchError: The state does not match. Nothing was changed, and `apply` may be called again.
+            CorruptCheckpointError: The checkpoint is damaged.
             UsageError: There is no optimizer.
         """
         if self._restore is None or self._state is None:

@@ -118,7 +118,7 @@ class MasterWeightOptimizer(Optimizer):
     def clip_grad_norm(self, max_norm: float | None, p: float = 2.0) -> torch.Tensor:
         """Clip the joint norm of the gradients of all groups. Return the norm before clipping.
 
-        The gradients must already be unscaled. Takes the arguments of `ckptkit.fsdp.clip_grad_norm`.
+        The gradients must already be unscaled. `max_norm` and `p` are as in `ckptkit.fsdp.clip_grad_norm`.
         """
         return clip_grad_norm(list(self._parameters()), max_norm, p)
 

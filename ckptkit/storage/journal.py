@@ -71,7 +71,8 @@ class Journal:
         Args:
             plan: Fingerprint of the source and of all bytes to write.
             steps: The numbers of the steps that are already finished.
-            anew: Files that this attempt writes again from the start. Earlier attempts' steps for these files do not count.
+            anew: Files that this attempt writes again from the start. Earlier attempts' steps for these files do not
+                count.
         """
         section = Section(plan, self.world_size, self.rank, frozenset(steps), frozenset(anew))
         text = _text(section.lines())

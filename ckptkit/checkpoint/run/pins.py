@@ -243,6 +243,7 @@ def pin_forever(url: str, why: str = "", *, storage_options: Mapping[str, Any] |
 
     Raises:
         CheckpointNotFoundError: `url` is not a committed checkpoint.
+        UsageError: The directory is a copy of another checkpoint, or was renamed.
     """
     root, name = split_checkpoint_url(url, storage_options=storage_options)
     record = read_record(root, record_path(name))
