@@ -65,7 +65,7 @@ MANAGER: Mistakes = [
     (lambda: manager(timeout_s=datetime.timedelta(minutes=5)), "timeout_s: datetime.timedelta(seconds=300) is"),
     (lambda: manager(async_policy="drop"), "async_policy='drop': expected"),
     (lambda: manager(async_mode=True), "async_mode=True: expected"),
-    (lambda: manager(async_mode="process"), "than a thread does. Use async_mode='thread'"),
+    (lambda: manager(async_mode="process"), "more than a thread. Use async_mode='thread'"),
     (lambda: manager(on_signal="SIGTERM"), f"on_signal is 'SIGTERM', {SIGNALS}"),
     (lambda: manager(on_signal=[signal.SIGKILL]), SIGNALS),
     (lambda: manager(on_signal=None), f"on_signal is None, {SIGNALS}"),
