@@ -144,7 +144,6 @@ NIGHT: dict[str, int] = {
     "tests/offline/test_convert.py::test_other_exports_of_a_source_are_bit_for_bit": 1,
     "tests/offline/test_convert.py::test_invalid_combinations_of_options_are_refused": 1,
     "tests/offline/test_convert.py::test_torch_loads_the_single_file_with_weights_only": 2,
-    "tests/offline/test_convert.py::test_hugging_face_to_dcp_and_back_gives_the_same_bytes_and_config": 1,
     "tests/offline/test_copy.py::test_a_checkpoint_of_any_format_is_copied_byte_for_byte": 3,
     "tests/offline/export/test_dequantize.py::test_packed_integers_have_the_values_of_compressed_tensors": 7,
     "tests/offline/resharding/test_mesh.py::test_boxes_and_placements_equal_those_of_fsdp2": 3,

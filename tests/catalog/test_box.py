@@ -3,7 +3,6 @@
 import math
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -57,8 +56,3 @@ def test_a_flat_range_becomes_few_contiguous_boxes_in_element_order(shape, data)
 @given(shapes)
 def test_row_major_strides_are_those_of_a_contiguous_tensor(shape):
     assert row_major_strides(shape) == torch.empty(shape).stride()
-
-
-@pytest.mark.parametrize("box", [Box((-1,), (1,)), Box((3,), (2,)), Box((0,), (-1,)), Box((0, 0), (1, 1))])
-def test_a_box_that_exceeds_the_shape_is_not_within_it(box):
-    assert not box.within((4,))

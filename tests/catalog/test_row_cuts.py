@@ -7,9 +7,8 @@ from hypothesis import strategies as st
 from ckptkit.catalog import tiles
 from ckptkit.catalog.box import Box
 from ckptkit.catalog.entry import TensorEntry
-from ckptkit.catalog.tiles import RowCuts, check_coverage
+from ckptkit.catalog.tiles import RowCuts
 from ckptkit.catalog.tiles import row_cuts as cuts_of
-from ckptkit.errors import CorruptCheckpointError, IncompleteCheckpointError
 from tests.catalog.boxes import boxes_in, columns, partitions, shapes, tensor_of
 
 
@@ -48,14 +47,6 @@ def test_only_consecutive_rows_are_row_cuts(kind):
     for others in ([], [ROWS], [NOT_CUT["columns"], NOT_CUT["a gap"]], [CUT["the whole"], CUT["no elements"]]):
         assert row_cuts([*others, tensor]).cut[-1] == (kind in CUT)
         assert row_cuts([tensor, *others]).cut[0] == (kind in CUT)
-
-
-def test_tensors_without_row_cuts_are_checked_in_full():
-    check_coverage([ROWS, NOT_CUT["columns"], NOT_CUT["replicas"], NOT_CUT["another order"]])
-    with pytest.raises(IncompleteCheckpointError, match="'gap'"):
-        check_coverage([ROWS, entry((5,), ((0,), (2,)), ((3,), (2,)), name="gap")])
-    with pytest.raises(CorruptCheckpointError, match="'big'"):
-        check_coverage([entry((3,), ((0,), (4,)), name="big")])
 
 
 @given(st.lists(st.tuples(st.integers(-1, 4), st.integers(-1, 4)), max_size=4), st.integers(0, 5), st.integers(1, 2))

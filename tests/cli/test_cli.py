@@ -70,13 +70,6 @@ def test_a_proof_states_the_numbers_of_the_result(zoo, tmp_path):
     assert f"; {digests} source digests checked; committed as step 0 of 3 ranks" in said
 
 
-def test_inspect_lists_slices_with_their_owners(zoo):
-    found = document("inspect", zoo / DCP, "--tensors", "*")
-    assert found["schema"] == "ckptkit.inspect/1"
-    tensor = max(found["tensors"], key=lambda t: t["nbytes"])
-    assert sorted(s["rank"] for s in tensor["slices"]) == [0, 1, 2, 3]
-
-
 def test_diff_of_a_checkpoint_and_its_export_is_equal_and_quiet_prints_only_that(zoo, tmp_path):
     result = run("convert", zoo / DCP, tmp_path / "out", "--quiet")
     assert result.stderr == "" and [line.split(":")[0] for line in result.stdout.splitlines()] == ["proved"]

@@ -9,10 +9,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 from click.testing import CliRunner
 
 from ckptkit.cli.main import cli
+from ckptkit.fsdp import MasterWeightOptimizer
 from ckptkit.keymaps.file import parse_key_map
+from tests.checkpoint.states import save, trained
 from tests.docs.pages import PAGES, ROOT, blocks, text_of
 from tests.docs.place import make_place, run_python
 from tests.ranks import run_ranks
@@ -101,30 +105,14 @@ def test_python_blocks_run(block, place):
     run_ranks(run_python, 2 if "cp=2" in block else 1, block, str(place))
 
 
-MASTERS = """
-from ckptkit import CheckpointManager, TrainState
-from ckptkit.fsdp import FSDPConfig, FSDPStrategy
-
-strategy = FSDPStrategy(FSDPConfig(mixed_precision="bf16", precision="master"))
-model = strategy.prepare_model(model)
-optimizer = strategy.create_optimizer(model, lr=3e-4)
-strategy.backward(model(**next(batches)).loss, model, optimizer)
-strategy.optimizer_step(optimizer, model)
-with CheckpointManager("with-masters") as manager:
-    manager.save(1, TrainState(model=model, optimizer=optimizer))
-
-import torch.distributed.checkpoint as dcp  # from here on without ckptkit
-
-masters = {name: torch.zeros(p.shape) for name, p in model.named_parameters()}
-dcp.load({"optimizer": {"master": masters}}, checkpoint_id="with-masters/step_00000001")
-for name, p in model.named_parameters():
-    assert masters[name].any() and torch.equal(masters[name].bfloat16(), p.full_tensor())
-"""
-
-
-def test_plain_torch_loads_fp32_masters(place):
+def test_plain_torch_loads_fp32_masters(tmp_path):
     """As "Without ckptkit" of docs/how-to-resume.md says."""
-    run_ranks(run_python, 1, MASTERS, str(place))
+    model = torch.nn.Linear(8, 8).bfloat16()
+    save(tmp_path, trained(model, lambda params: MasterWeightOptimizer(torch.optim.AdamW(params))))
+    masters = {name: torch.zeros(p.shape) for name, p in model.named_parameters()}
+    dcp.load({"optimizer": {"master": masters}}, checkpoint_id=tmp_path / "step_00000001", no_dist=True)
+    for name, p in model.named_parameters():
+        assert masters[name].any() and torch.equal(masters[name].bfloat16(), p)
 
 
 @pytest.mark.parametrize("block", cases("toml"))

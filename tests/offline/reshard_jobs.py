@@ -9,8 +9,8 @@ from torch.distributed.fsdp import fully_shard
 
 from ckptkit import CheckpointManager, TrainState
 from ckptkit.fsdp import MasterWeightOptimizer
-from tests.checkpoint import jobs
-from tests.checkpoint.states import module_of
+from tests.checkpoint import jobs, states
+from tests.checkpoint.states import module_of, optimized, trained
 from tests.dtensors import whole
 
 Shapes = dict[str, tuple[str, tuple[int, ...]]]
@@ -40,25 +40,13 @@ def normed(*, sharded: bool) -> TrainState:
     model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.BatchNorm1d(6), torch.nn.Linear(6, 4, bias=False))
     if sharded:
         fully_shard(model, ignored_params={model[2].weight})
-    optimizer = torch.optim.AdamW(model.parameters())
-    if not sharded:
-        model(torch.arange(12.0).view(3, 4)).sum().backward()
-        optimizer.step()
-    return TrainState(model=model, optimizer=optimizer, rng=False)
+    return optimized(model, torch.optim.AdamW) if sharded else trained(model)
 
 
-def load_normed(url: str) -> dict[str, Any]:
+def load_normed(root: str) -> dict[str, Any]:
     state = normed(sharded=True)
-    with CheckpointManager(str(Path(url).parent)) as manager:
-        manager.load(state, url)
-    return numbers_of(state)
-
-
-def numbers_of(state: TrainState) -> dict[str, Any]:
-    names = {id(p): n for n, p in state.model.named_parameters()}
-    found = dict(state.model.state_dict())
-    found |= {f"{names[id(p)]}/{k}": v for p, kept in state.optimizer.state.items() for k, v in kept.items()}
-    return {name: whole(tensor).detach().clone().tolist() for name, tensor in found.items()}
+    states.load(root, state)
+    return jobs.numbers(state.model, state.optimizer)
 
 
 def go_on(

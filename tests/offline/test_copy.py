@@ -144,15 +144,9 @@ def test_a_single_file_is_copied_to_a_file_or_into_a_directory(zoo, tmp_path, na
 
 def test_links_of_a_hub_cache_are_copied_as_files(zoo, tmp_path):
     source = zoo / "hf_ref_llama_tied"
-    check_copy(hub_snapshot(source, tmp_path / "hub"), tmp_path / "out", source)
+    done = copy(str(hub_snapshot(source, tmp_path / "hub")), str(tmp_path / "out"))
+    assert tree(tmp_path / "out") == tree(source) and "not proved: " in done.proof()
     assert not any(path.is_symlink() for path in (tmp_path / "out").iterdir())
-
-
-def test_copying_a_run_of_another_system_proposes_to_copy_one_checkpoint(zoo, tmp_path):
-    with pytest.raises(UsageError, match="several checkpoints of another system") as caught:
-        copy(str(zoo / "steps_dir_lightrft"), str(tmp_path / "out"))
-    ran(*str(caught.value).splitlines()[-1].split()[1:])
-    assert (tmp_path / "out").exists()
 
 
 def test_copy_overwrites_under_the_same_rules_as_convert(run, tmp_path):

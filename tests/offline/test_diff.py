@@ -3,8 +3,7 @@
 import math
 import os
 import random
-import subprocess
-import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from safetensors.torch import save_file
 from ckptkit import TrainState, convert
 from ckptkit.errors import IncompleteCheckpointError, UsageError
 from ckptkit.offline.diff import DiffReport, diff
-from tests.checkpoint.states import optimized, save, trained
+from tests.checkpoint.states import measures_memory, memory_of, optimized, save, trained
 from tests.offline.folders import copied
 
 
@@ -105,6 +104,7 @@ def test_names_that_match_nothing_are_wrong_usage(tmp_path):
         compare(tmp_path, {"w": torch.ones(1)}, {"w": torch.ones(1)}, include=["nothing*"])
 
 
+@measures_memory
 def test_memory_does_not_grow_with_the_tensor(tmp_path):
     peaks = []
     for megabytes in (16, 128):
@@ -112,15 +112,8 @@ def test_memory_does_not_grow_with_the_tensor(tmp_path):
             tensor = torch.zeros(megabytes << 18)
             tensor[-1] = float(side == "b")
             save_file({"w": tensor}, tmp_path / f"{side}{megabytes}.safetensors")
-        script = (
-            "from ckptkit.offline.diff import diff\n"
-            f"assert not diff('{tmp_path}/a{megabytes}.safetensors', '{tmp_path}/b{megabytes}.safetensors',"
-            " max_memory='64MB').equal\n"
-            # Not ru_maxrss, which starts from the peak of the forking process.
-            "print(next(line.split()[1] for line in open('/proc/self/status') if line.startswith('VmHWM')))"
-        )
-        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-        peaks.append(int(done.stdout) * 1024)
+        files = (str(tmp_path / f"{side}{megabytes}.safetensors") for side in "ab")
+        peaks.append(memory_of(partial(diff, *files, max_memory="64MB")))
     assert peaks[1] - peaks[0] < 40 << 20  # for 224 MiB more on both sides together
 
 

@@ -53,6 +53,7 @@ def test_the_bytes_at_the_place_that_inspect_prints_are_the_elements_of_each_sha
     for tensor in shown:
         whole = expected[tensor["name"]]
         for part in tensor["slices"]:
+            assert part["path"].startswith(f"__{part['rank']}_")
             box = tuple(slice(o, o + n) for o, n in zip(part["offsets"], part["sizes"], strict=True))
             data = (place / part["path"]).read_bytes()[part["start"] : part["start"] + part["nbytes"]]
             assert data == whole[box].contiguous().reshape(-1).view(torch.uint8).numpy().tobytes(), (tensor, part)

@@ -360,14 +360,9 @@ def test_adapters_are_merged_if_they_scale_their_factors_equally(tmp_path):
     assert any("lora_A and lora_B are averaged separately" in note for note in notes)
     said = f"adapter_config.json is from the last source; {first} has another "
     assert any(f"{said}lora_dropout" in note for note in notes)
-    newer = adapter(tmp_path / "newer", use_dora=False, rank_pattern={}, target_modules=modules[::-1])  # newer PEFT
+    newer = adapter(  # of a newer PEFT
+        tmp_path / "newer", use_dora=False, rank_pattern={}, target_modules=modules[::-1], peft_version="9"
+    )
     assert not any("another" in note for note in merge([first, newer], tmp_path / "same").notes)
     with pytest.raises(CheckpointMismatchError, match=r"different lora_alpha, use_rslora, so.*--merge-adapter"):
         merge([first, adapter(tmp_path / "c", lora_alpha=8, use_rslora=True)], tmp_path / "refused")
-
-
-def test_another_config_of_an_earlier_source_is_noted(sources, tmp_path):
-    for source, theta in zip(sources[:2], (1e4, 5e5), strict=True):
-        (Path(source) / "config.json").write_text(json.dumps({"rope_theta": theta, "_name_or_path": source}))
-    notes = merge(sources[:2], tmp_path / "out").notes
-    assert f"config.json is from the last source; {sources[0]} has another rope_theta" in notes

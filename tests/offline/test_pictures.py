@@ -17,7 +17,7 @@ from ckptkit.catalog.entry import Role, SliceArray, TensorEntry, TensorSlice
 from ckptkit.formats.detect import open_source
 from ckptkit.offline.diff import DiffReport, diff
 from ckptkit.offline.listing import Listed
-from ckptkit.offline.pictures.heat_map import heat_maps
+from ckptkit.offline.pictures.heat_map import heat_maps, layer_of
 from ckptkit.offline.pictures.page import PAGE
 from ckptkit.offline.pictures.pages import write_diff_page, write_inspect_page
 from ckptkit.offline.pictures.reshard_map import flows
@@ -156,6 +156,15 @@ def test_step_counters_are_not_drawn_and_other_moments_open_with_a_click():
     differ = {"optimizer: exp_avg": 2, "master": 1, "other state": 1}
     assert headings == {"model": "", **{name: f"{n} of {n} tensors differ" for name, n in differ.items()}}
     assert "2 step counters are hidden" in panels[0].explanation
+
+
+@pytest.mark.parametrize(("name", "layer"), [
+    ("model.layers.3.mlp.w", (0, "model.layers.3")), ("lm_head.weight", (0, "lm_head.weight")),
+    ("optimizer: model.layers.3.mlp.w exp_avg", (1, "optimizer: exp_avg")),
+    ("optimizer: lm_head.weight step", (1, "optimizer: step")),
+    ("master: model.layers.3.mlp.w", (1, "master")), ("rng.0.torch", (2, "rng.0.torch"))])  # fmt: skip
+def test_layer_of_assigns_tensor_names_to_layers(name, layer):
+    assert layer_of(name) == layer
 
 
 def test_equal_small_and_infinite_changes_have_distinct_colours():

@@ -88,12 +88,6 @@ def refuse_writing(monkeypatch: pytest.MonkeyPatch, run: Path) -> None:
     watch_writes(monkeypatch, run, refuse)
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_a_read_only_run_can_be_read(run, tmp_path, monkeypatch, command):
-    refuse_writing(monkeypatch, run)
-    COMMANDS[command](str(run), str(tmp_path / "out"))
-
-
 @pytest.mark.parametrize("pinned", [False, True])
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_newest_checkpoint_that_vanishes_before_it_is_pinned_is_chosen_again(

@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 from torch.distributed.checkpoint import FileSystemReader
 
-from ckptkit import CheckpointManager, reshard, verify
+from ckptkit import reshard, verify
 from ckptkit.catalog.entry import Digest
 from ckptkit.checkpoint.run.inventory import list_checkpoints
 from ckptkit.errors import IncompleteCheckpointError, IntegrityError, UsageError
 from ckptkit.formats.detect import open_source
 from ckptkit.formats.own.record import read_record
 from ckptkit.storage import open_store
+from tests.checkpoint import jobs
 from tests.checkpoint.states import linear, save
 from tests.offline import reshard_jobs
 from tests.offline.folders import copied, flip, refused
@@ -89,21 +90,13 @@ def test_the_result_passes_verify_and_keeps_the_fields_of_the_record(runs, tmp_p
     assert record.state_dict_type == kind
 
 
-def test_a_local_result_loads_only_on_its_mesh(ranks, runs, tmp_path):
-    made = str(tmp_path / "step_00000002")
-    reshard(at(runs("1d", 2)[0], "local"), made, world_size=4, mesh="replicate=2,shard=2", type="local")
-    with pytest.raises(AssertionError, match="CheckpointMismatchError"):
-        ranks.run(reshard_jobs.load, 4, made, "1d")
-
-
 @pytest.mark.parametrize("kind", ["full", "sharded"])
 def test_a_job_with_buffers_loads_the_local_reshard_of_an_unsharded_checkpoint(ranks, tmp_path, kind):
     saved = reshard_jobs.normed(sharded=False)
-    with CheckpointManager(str(tmp_path), state_dict_type=kind) as manager:
-        manager.save(1, saved)
-    made = str(tmp_path / "local" / "step_00000001")
-    reshard(str(tmp_path / "step_00000001"), made, world_size=2, type="local")
-    assert ranks.run(reshard_jobs.load_normed, 2, made) == [reshard_jobs.numbers_of(saved)] * 2
+    save(tmp_path, saved, state_dict_type=kind)
+    reshard(f"{tmp_path}/latest", f"{tmp_path}/local/step_00000001", world_size=2, type="local")
+    expected = jobs.numbers(saved.model, saved.optimizer)
+    assert ranks.run(reshard_jobs.load_normed, 2, f"{tmp_path}/local") == [expected] * 2
 
 
 @pytest.mark.parametrize("beside", [True, False])

@@ -101,14 +101,6 @@ def test_fsdp1_local_without_a_layout_is_refused_with_advice(zoo, tmp_path):
     refused(UnsupportedFormatError, "layout", reshard, source, tmp_path / "new", world_size=2)
 
 
-@pytest.mark.parametrize("name", ["verl_fsdp2_w2", "accelerate_fsdp2_nodcp_llama_untied_w2", "deepspeed_zero2_bf16_w2"])
-def test_local_files_of_a_reshard_export_as_the_source_does(zoo, tmp_path, name):
-    reshard(str(zoo / name), str(tmp_path / "local"), world_size=3, type="local")
-    for source, target in ((str(zoo / name), "a"), (str(tmp_path / "local"), "b")):
-        convert(source, str(tmp_path / target), to="torch")
-    assert_same(*(torch.load(tmp_path / t / "pytorch_model.bin", weights_only=True) for t in "ab"))
-
-
 def test_side_files_that_lead_out_or_are_too_large_are_named_and_not_copied(zoo, tmp_path):
     source = copied(zoo / "hf_ref_llama_untied", tmp_path / "source")
     (tmp_path / "secret").write_text("{}")

@@ -100,7 +100,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_source(tmp_path_factory.mktemp("kills"), tensors=24, rows=64, ranks=8)
 
 
-@pytest.mark.parametrize(("first", "second", "seeds"), [(1, 1, range(8)), (3, 2, range(2))])
+@pytest.mark.parametrize(("first", "second", "seeds"), [(1, 1, range(8)), (3, 2, range(2)), (1, 3, range(2))])
 def test_a_run_killed_at_any_file_operation_can_be_continued(source, tmp_path, first, second, seeds):
     for name in ("in", "m"):
         (tmp_path / name).symlink_to(source.parent / name)

@@ -23,12 +23,11 @@ MANY = {"max_shard_size": "1kB"}  # ten files
 Options = dict[str, Any]
 
 
-def run(src: str, dst: str, options: Options) -> tuple[str, int, int]:
-    """Return this rank's report: the work that it reused, and the bytes of the source that it read."""
+def run(src: str, dst: str, options: Options) -> str:
+    """Return what this rank's report says about the work that it reused."""
     runs._STEP = STEP  # in this process too
     command = reshard if "world_size" in options else convert
-    report = command(src, dst, workers=1, **options)
-    return went_on(report.notes), report.nbytes_read, report.checked
+    return went_on(command(src, dst, workers=1, **options).notes)
 
 
 def dies(src: str, dst: str, options: Options, victims: tuple[int, ...], steps: int) -> None:
@@ -50,23 +49,9 @@ def killed(source: Path, out: Path, ranks: int, victims: tuple[int, ...], steps:
     assert not out.exists()
 
 
-def run_again(ranks: int, source: Path, out: Path, options: Options = MANY) -> list[tuple[str, int, int]]:
+def run_again(ranks: int, source: Path, out: Path, options: Options = MANY) -> None:
     """Run it on these ranks; assert that it continued the work of another run."""
-    reports = run_ranks(run, ranks, str(source), str(out), options)
-    assert reports[0][0]
-    return reports
-
-
-@pytest.mark.parametrize(
-    ("kills", "ranks"), [([(3, 1)], 3), ([(3, 1)], 2), ([(3, 1)], 1), ([(1, 2)], 3), ([(3, 1), (2, 1)], 1)]
-)
-def test_any_number_of_ranks_continues_what_any_numbers_of_killed_ranks_did(source, tmp_path, kills, ranks):
-    for killed_ranks, steps in kills:
-        killed(source, tmp_path / "out", killed_ranks, tuple(range(killed_ranks)), steps, **MANY)
-    _, nbytes_read, checked = run_again(ranks, source, tmp_path / "out")[0]
-    whole = assert_whole(source, tmp_path, **MANY)
-    assert ranks > 1 or nbytes_read < whole.nbytes_read  # several ranks read through the gaps between slices
-    assert checked >= whole.checked  # every digest was compared, by this run or by the previous one
+    assert run_ranks(run, ranks, str(source), str(out), options)[0]
 
 
 def test_a_reshard_continues_after_killed_ranks(source, tmp_path):
@@ -114,20 +99,20 @@ def test_an_error_of_one_rank_fails_all_and_keeps_nothing(source, tmp_path, job,
     assert names(tmp_path) == ["in"]
 
 
-def _on_two_machines(src: str, dst: str, options: Options, kill: bool) -> tuple[str, int, int] | None:
+def _on_two_machines(src: str, dst: str, options: Options, kill: bool) -> str:
     rank = os.environ["RANK"]
     owner._machine = lambda: f"boot-{rank}/space/machine-{rank}"
     os.environ["LOCAL_RANK"] = "0"
     if not kill:
         return run(src, dst, options)
     dies(src, dst, options, (0, 1), 1)
-    return None
+    return ""
 
 
 def test_a_run_on_two_machines_continues_if_both_take_part_again(source, tmp_path):
     with pytest.raises(RankError):
         run_ranks(_on_two_machines, 2, str(source), str(tmp_path / "out"), MANY, True)
-    assert run_ranks(_on_two_machines, 2, str(source), str(tmp_path / "out"), MANY, False)[0][0]
+    assert run_ranks(_on_two_machines, 2, str(source), str(tmp_path / "out"), MANY, False)[0]
     assert names(tmp_path) == ["in", "out"]
 
 

@@ -15,7 +15,7 @@ from ckptkit.storage import journal, publish
 from tests.offline.exports import write_model
 from tests.offline.folders import names
 from tests.offline.resuming import COLUMNS, assert_whole, killed, went_on
-from tests.patches import after, failing
+from tests.patches import after
 
 pytestmark = pytest.mark.usefixtures("short_steps")
 
@@ -61,15 +61,6 @@ def test_a_killed_conversion_to_one_file_continues(source, tmp_path):
     convert(str(source), str(tmp_path / "whole.pt"), to="torch")
     assert (tmp_path / "out.pt").read_bytes() == (tmp_path / "whole.pt").read_bytes()
     assert names(tmp_path) == ["in", "out.pt", "whole.pt"]
-
-
-def test_the_next_run_continues_after_ctrl_c_even_in_the_same_process(source, tmp_path, monkeypatch):
-    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        after(patched, journal.Journal, "done", failing(KeyboardInterrupt()))
-        convert(str(source), str(tmp_path / "out"), workers=1)
-    assert not (tmp_path / "out").exists()
-    assert "1 of 5 parts" in went_on(convert(str(source), str(tmp_path / "out")).notes)
-    assert names(tmp_path) == ["in", "out"]
 
 
 def restart_the_machine(left: Path) -> None:

@@ -310,15 +310,6 @@ def test_an_adapter_of_a_tied_head_is_noted_and_untie_separates_it(tmp_path):
     assert torch.equal(found["model.embed_tokens.weight"], before)
 
 
-def test_tensors_larger_than_the_memory_limit_are_merged_by_rows(tmp_path):
-    config = of(target_modules=["big"])
-    torch.manual_seed(1)
-    adapted = adapted_by(config, nn.ModuleDict({"big": nn.Linear(512, 16384)}).to(torch.bfloat16))
-    write_model(tmp_path / "run", adapted.state_dict())
-    found = of_run(tmp_path, config, base=None, max_memory="16MB", workers=2, verify=True)
-    assert_same(found.tensors, expected(adapted))
-
-
 def test_dora_and_convolutions_are_not_merged_by_rows_and_an_error_says_how_much_memory_they_need(tmp_path):
     config = of(target_modules=["embed", "conv2", "q"], use_dora=True)
     trained(config, tmp_path / "run", dtype="bfloat16")
