@@ -7,38 +7,33 @@ import numpy as np
 import pytest
 
 from ckptkit.errors import CkptkitError, UsageError
-from ckptkit.keymaps.builtin import builtin_map
 from ckptkit.keymaps.file import parse_key_map
 from ckptkit.keymaps.keymap import NameMap
+from ckptkit.keymaps.patterns import NamePattern
+from ckptkit.keymaps.rules import Split, Unstack
 from tests.catalog.materialize import materialize
 from tests.keymaps.test_builtin import targets_of
 
 toml = pytest.mark.skipif(sys.version_info < (3, 11), reason="tomllib came with Python 3.11")
 
-EXPERTS = """
-name = "mine"
-rest = "keep"
-
+TOML = """
 [[rules]]
 op = "unstack"
-from = "{p:*}.mlp.experts.gate_up_proj"
-to = "{p}.mlp.experts.{i}.gate_up_proj"
+from = "{p:*}.experts"
+to = "{p}.{i}.experts"
 
 [[rules]]
 op = "split"
-from = "{p:*}.mlp.experts.{i:d}.gate_up_proj"
-to = ["{p}.mlp.experts.{i}.gate_proj.weight", "{p}.mlp.experts.{i}.up_proj.weight"]
-
-[[rules]]
-op = "unstack"
-from = "{p:*}.mlp.experts.down_proj"
-to = "{p}.mlp.experts.{i}.down_proj.weight"
+from = "{p:*}.{i:d}.experts"
+to = ["{p}.{i}.gate", "{p}.{i}.up"]
 """
 
 
 @toml
-def test_a_file_can_express_a_built_in_map():
-    assert parse_key_map(EXPERTS, file="mine.toml").rules == builtin_map("hf5-experts").rules
+def test_rules_in_toml_are_those_of_python():
+    both = NamePattern("{p:*}.{i:d}.experts")
+    rules = Unstack(NamePattern("{p:*}.experts"), "{p}.{i}.experts"), Split(both, ("{p}.{i}.gate", "{p}.{i}.up"))
+    assert parse_key_map(TOML, file="mine.toml").rules == rules
 
 
 def test_every_operation_can_be_written_in_json():
@@ -121,7 +116,7 @@ def test_an_index_that_is_not_a_plain_number_does_not_match(index):
 
 @toml
 @pytest.mark.parametrize(("text", "said"), [
-    (EXPERTS.replace('op = "split"', 'op = "slice"'), ", rule 2, line 10: op = 'slice' is not one of rename, drop"),
+    (TOML.replace('op = "split"', 'op = "slice"'), ", rule 2, line 7: op = 'slice' is not one of rename, drop"),
     ("rules = =", " is not valid TOML: .*line 1"),
     *((text, "") for text in ("a = " + "[" * 5000, "a = " + "9" * 5000, "a" + ".a" * 5000 + " = 1", "a = {" * 3000)),
 ], ids=["rule", "broken", "deep", "digits", "dotted", "tables"])  # fmt: skip

@@ -1,6 +1,5 @@
 """Model families whose names only transformers knows: the export equals its save_pretrained."""
 
-import json
 import shutil
 import sys
 from pathlib import Path
@@ -158,14 +157,6 @@ def test_an_unknown_conversion_step_of_transformers_leaves_the_names_unchanged(t
     monkeypatch.delitem(transformers_names._STEPS, "Concatenate")
     with pytest.raises(CheckpointMismatchError, match="qkv_proj"):
         exported(tmp_path)
-
-
-def test_without_transformers_there_is_no_table(tmp_path, monkeypatch):
-    trained("ViTModel", SMALL, tmp_path)
-    config = json.loads((tmp_path / "base" / "config.json").read_text())
-    assert live_model(config, ["a"] * 100) is not None
-    monkeypatch.setitem(sys.modules, "transformers.conversion_mapping", None)
-    assert live_model(config, ["a"] * 100) is None
 
 
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 1}
