@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from ckptkit import CheckpointManager, TrainState, inspect
 from ckptkit.cli.frame import _message
@@ -16,6 +15,7 @@ from ckptkit.cli.main import _COMMANDS, cli, main
 from ckptkit.formats.detect import open_source
 from ckptkit.units import format_count
 from tests.cli.commands import document, ran, run
+from tests.offline.test_diff import tied
 from tests.test_package import HEAVY, modules_after, run_cli
 
 DCP = "dcp_fsdp2_uneven_w4/ckpt"
@@ -110,11 +110,9 @@ def test_diff_accepts_the_names_that_inspect_shows(zoo, root, tmp_path):
 
 def saved(root: Path, kind: str) -> Path:
     """Save a model whose head is its embedding."""
-    model = torch.nn.ModuleDict({"embed": torch.nn.Embedding(40, 8), "head": torch.nn.Linear(8, 40, bias=False)})
-    model["head"].weight = model["embed"].weight
     with CheckpointManager(root, state_dict_type=kind) as manager:
         for step in (1, 2):
-            report = manager.save(step, TrainState(model=model))
+            report = manager.save(step, TrainState(model=tied()))
     files = [path for path in Path(report.url).rglob("*") if path.is_file() and path.name != "checkpoint.json"]
     assert report.rank_bytes == report.total_bytes == sum(path.stat().st_size for path in files)
     return root

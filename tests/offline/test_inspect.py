@@ -1,17 +1,14 @@
 """inspect: every format of the zoo, metadata only, shards and shared bytes."""
 
-from collections.abc import Iterator
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
 from safetensors.numpy import save_file
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from ckptkit import inspect
 from ckptkit.formats.options import ReadOptions
 from tests.offline.folders import ZOO
+from tests.offline.test_reshard_foreign import loaded_by_torch
 
 WHOLE = sorted(p.name for p in ZOO.iterdir() if p.is_dir() and not p.name.startswith(("broken", "hostile")))
 
@@ -43,10 +40,9 @@ def test_inspect_reads_only_metadata_of_every_format(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["dcp_dtensor_2d", "dcp_fsdp2_uneven_w4"])
-def test_the_bytes_at_the_place_that_inspect_prints_are_the_elements_of_each_shard(zoo, tmp_path, name):
+def test_the_bytes_at_the_place_that_inspect_prints_are_the_elements_of_each_shard(zoo, name):
     place = zoo / name / "ckpt"
-    dcp_to_torch_save(place, tmp_path / "whole.pt")
-    expected = dict(_tensors_in(torch.load(tmp_path / "whole.pt", weights_only=False)))
+    expected = {key: value for key, value in loaded_by_torch(str(place)).items() if isinstance(value, torch.Tensor)}
     shown = inspect(str(place), tensors="*").to_json()["tensors"]
     assert {tensor["name"] for tensor in shown} == expected.keys()
     assert any(len(tensor["slices"]) > 1 for tensor in shown)
@@ -57,13 +53,6 @@ def test_the_bytes_at_the_place_that_inspect_prints_are_the_elements_of_each_sha
             box = tuple(slice(o, o + n) for o, n in zip(part["offsets"], part["sizes"], strict=True))
             data = (place / part["path"]).read_bytes()[part["start"] : part["start"] + part["nbytes"]]
             assert data == whole[box].contiguous().reshape(-1).view(torch.uint8).numpy().tobytes(), (tensor, part)
-
-
-def _tensors_in(value: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    if isinstance(value, torch.Tensor):
-        yield name, value
-    for key, item in value.items() if isinstance(value, dict) else ():
-        yield from _tensors_in(item, f"{name}.{key}" if name else str(key))
 
 
 def test_names_that_share_bytes_of_a_file_are_shown_as_tied_and_compressed_tensors_are_not(zoo, tmp_path):

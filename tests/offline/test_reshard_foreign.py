@@ -131,7 +131,7 @@ DCPS = (
 )  # fmt: skip
 
 
-def _plain(url: str) -> dict[str, Any]:
+def loaded_by_torch(url: str) -> dict[str, Any]:
     """Return everything that torch loads from a checkpoint, by key."""
     reader = dcp.FileSystemReader(url)
     state: dict[str, Any] = {}
@@ -144,7 +144,7 @@ def _plain(url: str) -> dict[str, Any]:
 
 def _contains(made: str, source: str) -> None:
     """Assert that torch loads from the first checkpoint all that it loads from the second."""
-    found, wanted = _plain(made), _plain(source)
+    found, wanted = loaded_by_torch(made), loaded_by_torch(source)
     assert wanted and [key for key in wanted if key not in found or not same(wanted[key], found[key])] == []
 
 

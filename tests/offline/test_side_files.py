@@ -10,7 +10,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 import transformers
 
-from ckptkit import CheckpointManager, TrainState, convert, reshard, verify
+from ckptkit import TrainState, convert, reshard, verify
+from tests.checkpoint.states import save
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`", "ignore:torch.distributed is disabled")
 
@@ -24,9 +25,7 @@ def model(*, layers=1, rank=0):
 
 
 def saved(url, models, state_dict_type="sharded"):
-    with CheckpointManager(url, state_dict_type=state_dict_type) as manager:
-        manager.save(1, TrainState(model=models, rng=False))
-    return f"{url}/latest"
+    return save(url, TrainState(model=models, rng=False), state_dict_type=state_dict_type) + "/latest"
 
 
 def passed_on(source, folder, *forms):

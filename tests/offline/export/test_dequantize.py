@@ -1,7 +1,5 @@
 """FP8 weights in another dtype: the bits of transformers, for all codes, kinds of scales and edge blocks."""
 
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,8 +11,9 @@ from packaging.version import Version
 
 from ckptkit import convert
 from ckptkit.errors import CheckpointMismatchError, UnsupportedFormatError
+from tests.lazy import modules_after
 from tests.offline.exports import Result, assert_same, converted, write_model
-from tests.offline.folders import refused
+from tests.offline.folders import copied, refused
 
 COMPRESSED = {"quant_method": "compressed-tensors"}
 BLOCKS: dict[str, Any] = {"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e4m3"}
@@ -302,11 +301,7 @@ QUANTIZED: dict[str, tuple[dict[str, torch.Tensor], dict[str, Any]]] = {
 @pytest.mark.parametrize("kind", QUANTIZED)
 def test_dequantizing_does_not_import_torch(tmp_path, kind):
     src = export(tmp_path / "src", *QUANTIZED[kind])
-    code = (
-        "import shutil, sys; from ckptkit import convert, merge;"
-        "convert(sys.argv[1], sys.argv[2] + '/a', dtype='bf16', verify=True);"
-        "copy = shutil.copytree(sys.argv[1], sys.argv[2] + '/copy');"
-        "merge([sys.argv[1], copy], sys.argv[2] + '/b', verify=True);"
-        "sys.exit(1 if 'torch' in sys.modules else 0)"
-    )
-    subprocess.run([sys.executable, "-c", code, src, str(tmp_path)], check=True)
+    other = str(copied(Path(src), tmp_path / "copy"))
+    code = f"convert({src!r}, '{tmp_path}/a', dtype='bf16', verify=True); "
+    code += f"merge([{src!r}, {other!r}], '{tmp_path}/b', verify=True)"
+    assert "torch" not in modules_after(f"from ckptkit import convert, merge; {code}")
