@@ -90,14 +90,9 @@ def _append(
         blob += record
     else:
         blob += data
-    return TensorSlice(box, path, start, len(data), strides, digest_of(digest, data, start), packed)
-
-
-def digest_of(algorithm: str | None, data: bytes, start: int) -> Digest | None:
-    if algorithm is None:
-        return None
-    value = zlib.crc32(data) if algorithm == "crc32" else xxhash.xxh3_64_intdigest(data)
-    return Digest(algorithm, value, start, len(data))
+    value = zlib.crc32(data) if digest == "crc32" else xxhash.xxh3_64_intdigest(data)
+    covered = digest and Digest(digest, value, start, len(data))
+    return TensorSlice(box, path, start, len(data), strides, covered or None, packed)
 
 
 def plan_whole(catalog: Catalog, tensors: Sequence[OutputTensor], *, path: str = "out") -> Plan:

@@ -12,7 +12,6 @@ import torch.distributed.checkpoint as dcp
 
 from ckptkit import CheckpointManager, DCPWriter, RetentionPolicy, TrainState, copy, verify
 from ckptkit.checkpoint.run.delete import rotate
-from ckptkit.checkpoint.run.inventory import list_checkpoints
 from ckptkit.checkpoint.run.pins import list_pins, pin_forever
 from ckptkit.errors import (
     CheckpointExistsError,
@@ -27,7 +26,7 @@ from ckptkit.offline import copy as copy_module
 from ckptkit.storage import open_store, staging
 from ckptkit.storage.lock import acquire_lease
 from tests.checkpoint.killed import same_as_saved, state
-from tests.checkpoint.saving import fork, killed_at, leftovers
+from tests.checkpoint.saving import fork, killed_at, leftovers, steps
 from tests.checkpoint.states import save
 from tests.cli.commands import ran
 from tests.formats.damages import lay
@@ -63,10 +62,6 @@ def new(run: Path, tmp_path: Path) -> Path:
     """A copy of the run."""
     copy(str(run), str(tmp_path / "new"))
     return tmp_path / "new"
-
-
-def steps(root: Path) -> list[int]:
-    return [item.step for item in list_checkpoints(open_store(str(root))).committed]
 
 
 def check_copy(source: Path | str, out: Path, original: Path | None = None, **options: Any) -> Any:

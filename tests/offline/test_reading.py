@@ -1,5 +1,6 @@
 """A command pins what it reads against rotation; where it cannot pin, it lists again, and finds what was replaced."""
 
+import errno
 import json
 import os
 import shutil
@@ -52,12 +53,6 @@ def after(monkeypatch: pytest.MonkeyPatch, function: str, act: Callable[[], obje
 OPENED, LOOKED_AT = "open_source", "_is_of"  # the second, before the data of the source is read
 
 
-def watch_writes(monkeypatch: pytest.MonkeyPatch, folder: Path, act: Callable[[str], object]) -> None:
-    """Run `act` with the path of each file that is to be written below a folder."""
-    below = str(folder)
-    before(monkeypatch, LocalStore, "write", lambda store, path, *_, **__: store.url == below and act(path))
-
-
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_source_is_pinned_until_the_command_ends(run, tmp_path, monkeypatch, command):
     seen: list[str] = []
@@ -81,11 +76,10 @@ def test_a_pin_leaves_no_files_in_a_directory_without_a_run(run):
 
 
 def refuse_writing(monkeypatch: pytest.MonkeyPatch, run: Path) -> None:
-    def refuse(path: str) -> None:
-        if path.startswith(".ckptkit/pins/read-"):
-            raise PermissionError(13, "Permission denied")
+    def pins(store: LocalStore, path: str, *_: Any, **__: Any) -> bool:
+        return store.url == str(run) and path.startswith(".ckptkit/pins/read-")
 
-    watch_writes(monkeypatch, run, refuse)
+    patches.refuse(monkeypatch, LocalStore, "write", errno.EACCES, when=pins)
 
 
 @pytest.mark.parametrize("pinned", [False, True])

@@ -122,15 +122,6 @@ def test_weights_that_cannot_be_quantized_are_refused(tmp_path, tensors, options
     assert names(tmp_path) == ["src"]
 
 
-def adapter(path: Path, module: str) -> str:
-    name = f"base_model.model.{module}"
-    torch.manual_seed(1)
-    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": [module.rpartition(".")[2]]}
-    write_model(path, {f"{name}.lora_A.weight": torch.randn(4, 128), f"{name}.lora_B.weight": torch.randn(256, 4)})
-    (path / "adapter_config.json").write_text(json.dumps(config))
-    return str(path)
-
-
 def test_stacked_experts_are_kept_and_named(tmp_path):
     stacked = torch.randn(2, 128, 256).bfloat16()
     experts = [f"model.layers.0.mlp.experts.{part}" for part in ("gate_up_proj", "down_proj")]
@@ -149,7 +140,11 @@ def test_an_adapter_is_merged_into_an_fp8_base_only_if_it_is_dequantized(tmp_pat
     torch.manual_seed(0)
     tensors = {f"{module}.weight": torch.randn(256, 128).bfloat16(), LAYER: torch.randn(128, 256).bfloat16()}
     quantized(tmp_path, tensors)
-    base, plain, lora = str(tmp_path / "out"), str(tmp_path / "plain"), adapter(tmp_path / "lora", module)
+    base, plain, lora = (str(tmp_path / name) for name in ("out", "plain", "lora"))
+    factors = {"A": torch.randn(4, 128), "B": torch.randn(256, 4)}
+    write_model(Path(lora), {f"base_model.model.{module}.lora_{x}.weight": t for x, t in factors.items()})
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["up_proj"]}
+    Path(lora, "adapter_config.json").write_text(json.dumps(config))
     convert(base, plain, dtype="bf16")
 
     def merged(name: str, base: str, **options: Any) -> Result:
