@@ -129,6 +129,10 @@ def export_dtype(source: str, wanted: str) -> str:
     Args:
         source: The tensor's current dtype.
         wanted: "keep", or a float dtype such as "bf16".
+
+    Raises:
+        UsageError: `wanted` is not a float dtype of at least 16 bits.
+        UnsupportedFormatError: One of the two dtypes is unknown.
     """
     if wanted == "keep":
         return source

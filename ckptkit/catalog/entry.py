@@ -51,7 +51,7 @@ class Digest:
 
 @dataclass(frozen=True, slots=True)
 class Codec:
-    """The encoding of the record that contains a slice. The record is the bytes [start, start + nbytes) of the file.
+    """The compression of the record that contains a slice. The record is the bytes [start, start + nbytes) of the file.
 
     For a slice with a codec, `TensorSlice.start` counts from the first byte of the decoded record.
     """
@@ -73,7 +73,7 @@ class TensorSlice:
             contiguous, this is numel * itemsize.
         strides: The strides in elements. None if the box is stored row-major.
         digest: The recorded digest. None if no digest was recorded.
-        codec: The encoding of the slice's record: compression or flipped signs. None if the file has the plain values.
+        codec: The compression of the slice's record. None if the record is not compressed.
         rank: The rank that wrote the slice. -1 if unknown.
     """
 
@@ -102,7 +102,7 @@ class SliceArray(Sequence[TensorSlice]):
         digest_starts, digest_nbytes: [n] the byte range that each digest covers. `digest_nbytes` is 0 for a slice
             without a digest. Both are None if each digest covers exactly its slice.
         strides: A mapping from slice index to strides. Contiguous slices are left out.
-        codecs: A mapping from slice index to codec. Slices that are not encoded are left out.
+        codecs: A mapping from slice index to codec. Slices that are not compressed are left out.
     """
 
     paths: Sequence[str]
@@ -473,9 +473,9 @@ class Catalog:
         return found
 
     def in_parts(self) -> Iterable[TensorEntry]:
-        """Return the tensors that must be checked for gaps, and for slices that need their Python class.
+        """Return the tensors that may have gaps, or that only their Python class can read.
 
-        If `tensors` is a `WholeTensors`, no tensor needs these checks. Otherwise, all tensors do.
+        These are all tensors, or none if `tensors` is a `WholeTensors`.
         """
         return () if isinstance(self.tensors, WholeTensors) else self.tensors.values()
 
@@ -492,7 +492,10 @@ class Catalog:
     def by_role(self, role: Role) -> dict[str, TensorEntry]:
         """Return the tensors with this role, keyed by FQN for MODEL and MASTER, and by name for the other roles.
 
-        Master weights of numbered parameters have no FQN; they are keyed by name, too.
+        A master weight without an FQN is also keyed by name. Some formats only number the parameters.
+
+        Raises:
+            CorruptCheckpointError: Two tensors with this role have the same key.
         """
         keyed = role in (Role.MODEL, Role.MASTER)
         found: dict[str, TensorEntry] = {}

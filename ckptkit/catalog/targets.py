@@ -4,7 +4,7 @@ Moves no data. A `Part` means this in numpy notation:
 
     target[part.target_box] = source[part.source_box].reshape(unfold).transpose(axes).reshape(target_box.sizes)
 
-An empty `unfold` or `axes` leaves out its step. A part without both is plain: the elements keep their row-major order.
+An empty `unfold` or `axes` skips that step. A part with neither is plain: the elements keep their row-major order.
 """
 
 from __future__ import annotations

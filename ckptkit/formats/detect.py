@@ -80,9 +80,9 @@ class Format:
 
     Attributes:
         reader: The module with `open_catalog`. It is imported only if the names match.
-        names: Patterns (see `Candidate.has`). A checkpoint in this format has a name for each of them.
+        names: Patterns (see `Candidate.has`). Each of them must match a name in the directory.
         confirm: Called with the reader's module if names alone do not prove the format.
-        label: The format's name in errors that list all formats. "" if another row has this name, or for UNNAMED.
+        label: The format's name in errors that list all formats. "" if the errors do not list this row.
         path: If set, the reader opens only this file of the directory.
     """
 
@@ -253,9 +253,9 @@ def open_source(
 ) -> Source:
     """Open the checkpoint at `url`, a file or a directory. In the directory of a run, open the newest step.
 
-    Steps are compared as numbers (10 is newer than 9). If there are steps, a `latest` file is not followed. If the file
-    names a step other than the newest, `Source.note` says so. If ckptkit committed a checkpoint in a directory,
-    everything else in that directory is ignored.
+    Steps are compared as numbers (10 is newer than 9). If there are steps, a `latest` file is not followed. If `latest`
+    names a step other than the newest, `Source.note` says so. If a directory contains checkpoints that ckptkit
+    committed, everything else in that directory is ignored.
 
     Raises:
         CheckpointNotFoundError: There is no checkpoint. The message lists the files and directories that were found.
@@ -584,8 +584,8 @@ def _beside(place: Candidate, name: str) -> list[str]:
 def _numbered_files(place: Candidate) -> list[str]:
     """Return the .ckpt files that are named after a step and may hold a model, newest first.
 
-    If there are none, returns such torch.save files with other endings. Returns [] if several of these have the newest
-    step, or if each rank wrote one of the files.
+    If there are none, the other torch.save files that meet these conditions are returned, or [] if several of them have
+    the newest step. Also returns [] if each rank wrote one of the files.
     """
     saved = [n for n in place.files if n.endswith(".ckpt")]
     steps = ordered(may_hold_model(saved) or saved)

@@ -51,9 +51,9 @@ def model_names(entries: Iterable[TensorEntry]) -> list[str]:
 def numbered(catalog: Catalog, index: int) -> Catalog:
     """Rename the entries of one of several models, or of its optimizer, so that the catalogs can be merged.
 
-    The entries of the first model (0) keep their names. Those of the others get the prefix `model_<index>.` or
-    `optimizer_<index>.`. Their FQNs get `model_<index>.`, but not in the optimizer's settings (see
-    `prefix_of_optimizer`).
+    The entries of the first model (0) keep their names. The names of other entries get the prefix `model_<index>.` or
+    `optimizer_<index>.`, and the FQNs of tensors get the prefix `model_<index>.`. The parameter names in an optimizer's
+    settings stay as they are. `prefix_of_optimizer` returns the prefix that they need.
     """
     if index == 0:
         return catalog
@@ -88,8 +88,8 @@ def prefix_of_optimizer(optimizer: str) -> str:
 def masters_of(catalog: Catalog) -> dict[str, TensorEntry]:
     """Return the fp32 masters by FQN. The master of tied weights is listed under each of their FQNs.
 
-    An optimizer knows only one name of a tied parameter. The other names are in the JSON of ckptkit's optimizers, or
-    their weights are the same bytes in the same files.
+    An optimizer knows only one name of a tied parameter. The optimizers that ckptkit saves list the other names. In
+    other checkpoints, weights are tied if they are the same bytes in the same files.
     """
     model, masters = catalog.by_role(Role.MODEL), catalog.by_role(Role.MASTER)
     owners = {place_of(model[name]): name for name in masters if name in model and len(model[name].slices)}
@@ -153,7 +153,7 @@ def averages_of(catalog: Catalog) -> dict[str, dict[str, TensorEntry]]:
 
 
 def weights_beside_averages(catalog: Catalog) -> dict[str, TensorEntry]:
-    """Return the weights that are not a moving average, by FQN."""
+    """Return the weights without the moving averages, by FQN."""
     return {fqn: entry for fqn, entry in catalog.by_role(Role.MODEL).items() if not _AVERAGE.match(entry.name)}
 
 
@@ -163,7 +163,7 @@ def names_average_of(prefix: str, models: Collection[str]) -> bool:
 
 
 def is_averaged(catalog: Catalog) -> bool:
-    """Return whether the model in a Lightning checkpoint is a moving average, beside the weights that are trained."""
+    """Return whether a Lightning checkpoint stores a moving average as the model, and the trained weights elsewhere."""
     return catalog.info.producer.startswith("lightning") and any(name.startswith(_TRAINED) for name in catalog.tensors)
 
 
@@ -206,7 +206,8 @@ def side_file_names(store: Store, catalog: Catalog) -> tuple[dict[str, str], dic
     files are next to `.metadata`.
 
     Returns:
-        (files of the checkpoint, files of one of several models or adapters, which are in a folder with its name).
+        Two mappings from a path to the name in a copy. The first has the files of the whole checkpoint. The second has
+        the files that belong to one of several models or adapters; they are in a folder with its name.
     """
     info = catalog.info
     paths = info.side_files

@@ -29,7 +29,7 @@ def entries_of(
     Args:
         values: The unpickled content of each file (the result of `pickles.objects.plain`), by file name.
         sharded: True if the files are shards of one model. In that case, a name may occur only once.
-        levels: For so many levels, dicts are opened even if they contain no tensors.
+        levels: Number of levels on which each dict is split into entries even if it contains no tensors.
     """
     leaves: dict[str, _Leaf] = {}
     for file, value in values.items():
@@ -62,7 +62,7 @@ def _leaves(value: Any, path: Path, file: str, known: dict[int, bool], levels: i
 
     Args:
         known: See `has_parts`.
-        levels: For so many levels, dicts are opened even if they contain no tensors.
+        levels: See `entries_of`.
     """
     # An optimizer may have no tensors, and a parameter's state may consist of numbers.
     opened = is_optimizer(value) or (levels > 0 and isinstance(value, dict) and value)

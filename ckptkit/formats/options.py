@@ -13,7 +13,7 @@ class ReadOptions:
         layout: URL of a JSON file with the names and shapes in each flat parameter (FSDP1 LOCAL state), or with the
             shape of each parameter, in module order.
         base: Hugging Face directory of the model, with the config and the expected names.
-        strip_prefix: Prefix to strip from model names, after known wrapper prefixes have been stripped.
+        strip_prefix: Prefix to strip from the names of weights, after the prefixes of known wrappers.
         allow_pickle: Accept torch.save files whose pickles refer to classes outside the allow-list. No code is run.
             Instances of these classes become inert records, and are left out of the result.
     """

@@ -19,9 +19,9 @@ _BATCH_NORM = ("running_mean", "running_var", "num_batches_tracked")  # buffers,
 
 
 def without_wrappers(catalog: Catalog) -> Catalog:
-    """Return the catalog without the prefixes of wrappers, such as DDP's "module.", because live names lack them.
+    """Return the catalog with FQNs that lack the prefixes of wrappers, such as DDP's "module.".
 
-    Returns the catalog unchanged if two names would become equal.
+    Returns the catalog unchanged if two FQNs would become equal.
     """
     try:
         names = strip_infixes(catalog.by_role(Role.MODEL))

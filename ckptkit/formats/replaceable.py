@@ -45,7 +45,8 @@ def check_replaceable(store: Store, path: str = "", known: Collection[str] = ())
         known: Names of files that an interrupted command recorded as its own.
 
     Raises:
-        CheckpointExistsError: `path` contains other files. The message names the first three of them.
+        CheckpointExistsError: `path` holds other files (the message names the first three), is a directory without a
+            checkpoint or export, or is a file that neither torch.save nor safetensors wrote.
     """
     found = store.info(path)
     if found is None:

@@ -50,7 +50,7 @@ def open_catalog(
 
     Args:
         path: The file to open. By default, the first of these that exists: the shards in an index, all numbered
-            files, a file with a usual name for a model, the only file.
+            files, a file with a usual name for a model, the only file that may hold a model.
     """
     if path is not None:
         catalog = open_file(store, path, options=options)
@@ -103,8 +103,8 @@ def torch_files(store: Store, names: Iterable[str]) -> list[str]:
 def begins_like_torch(store: Store, name: str) -> bool:
     """Return whether a file begins like a file of torch.save, or is empty.
 
-    For a symlink to a file outside the store, returns whether the name is that of a model. Other such links usually
-    lead to data.
+    If the file is a symlink that is broken or leads out of the store, returns whether its name contains "model". Other
+    such links usually lead to data.
     """
     try:
         return store.read(name, 0, 2) in (b"", *TORCH_STARTS)

@@ -53,7 +53,7 @@ _NO_NAME = re.compile(r"[^A-Za-z0-9_-]+")
 _INTEGERS = ("int64", "int32", "int16", "int8", "uint8")
 _CUDA_BYTES = 16  # of a CUDA generator's state: the seed and the offset
 _MAX_DIGITS = 9  # of a param group's number
-# Errors that an undamaged object may cause. A damaged object is an error of the load.
+# Errors that an undamaged object may cause. All other errors, such as that of a damaged object, make the load fail.
 _NOT_LOADABLE = (UnsupportedFormatError, UnsafePickleError, CheckpointMismatchError, MissingExtraError)
 
 
@@ -145,6 +145,7 @@ def full_shape(shapes: Collection[tuple[int, ...]]) -> tuple[int, ...] | None:
 
     This is the shape with the most dimensions, because a factored state has fewer dimensions than its parameter. The
     factored states of torch's Adafactor, [n, 1] and [1, m], give [n, m].
+
     Returns None if there are no shapes. If the states do not determine the shape, returns (-1,), which fits no
     parameter.
     """
@@ -301,7 +302,7 @@ def _read_values(
 
 
 def loadable(value: Any, name: str, check: Callable[[Any, str], object], lost: dict[str, str]) -> Any:
-    """Return an object after leaving out the parts that cannot be loaded without running code.
+    """Return the object without the parts that cannot be loaded without running code.
 
     Leaves out as little as possible, but only values of dicts. A list with such a part is left out as a whole, because
     the other items must keep their positions.
@@ -312,7 +313,7 @@ def loadable(value: Any, name: str, check: Callable[[Any, str], object], lost: d
         lost: Receives the name of each part that is left out, and the reason.
 
     Raises:
-        CkptkitError: Nothing in the object can be loaded.
+        CkptkitError: The whole object would be left out.
     """
     if _is_list(value):
         return type(value)([loadable(item, f"{name}.{i}", check, lost) for i, item in enumerate(value)])

@@ -1,8 +1,8 @@
 """Defines the built-in key maps, and chooses the map that a checkpoint needs.
 
-Each map changes a training framework's tensor names to the names on the Hub. "inverse:NAME" does the opposite. The
-layout of the experts depends on the model type. It is the layout in which transformers 5 saves such a model (see
-`conversion_mapping` in transformers).
+Each map changes a training framework's tensor names to the names on the Hub. "inverse:NAME" does the opposite. How
+experts are named and stacked on the Hub depends on the model type: the maps follow transformers 5, which converts
+experts when it saves a model (see `conversion_mapping` in transformers).
 """
 
 from __future__ import annotations
@@ -273,7 +273,11 @@ _STACKED = (".experts.gate_up_proj", ".mixer.experts.up_proj")
 
 
 def builtin_map(name: str) -> NameMap:
-    """Return the built-in map NAME, or its inverse for "inverse:NAME". Raises UsageError if the name is unknown."""
+    """Return the built-in map NAME, or its inverse for "inverse:NAME".
+
+    Raises:
+        UsageError: The name is unknown, or the map has no inverse.
+    """
     if name.startswith("inverse:"):
         return builtin_map(name.removeprefix("inverse:")).inverse()
     if name not in BUILTIN_MAPS:
@@ -317,6 +321,7 @@ def choose_map(
 
     Raises:
         CheckpointMismatchError: The names belong to a known layout, but the layout's map does not match the tensors.
+        UsageError: The chosen map needs a key that `config` lacks, such as the number of attention heads.
     """
     settings = dict(config or {})
     as_is = Choice(BUILTIN_MAPS["hf"], Mapped(dict(targets)), "names are kept")

@@ -103,7 +103,7 @@ def _source(data: Mapping[str, Any], op: str, where: str) -> NamePattern | tuple
     return NamePattern(regex=_value(data, "match", _TEXT, where))
 
 
-# --- the values of a rule's keys: a description for messages, and whether a value is accepted
+# --- kinds of values in a rule: a description for messages, and a function that returns whether a value is accepted
 
 
 def _is_text(value: Any) -> bool:

@@ -106,6 +106,8 @@ def check_one_to_one(
 ) -> None:
     """Check that each source element is used exactly once or dropped, and that every resulting tensor is complete.
 
+    Only the numbers of elements are compared, not their positions.
+
     Args:
         dropped: The number of dropped elements of each source.
 

@@ -110,7 +110,7 @@ class RopePermute:
 
 @dataclass(frozen=True, slots=True)
 class Cast:
-    """A rule that casts to another float dtype. Integers, bools and 8-bit floats are refused."""
+    """A rule that casts to another float dtype. Only fp64, fp32, fp16 and bf16 tensors can be cast."""
 
     source: NamePattern
     dtype: str

@@ -1,4 +1,4 @@
-"""Computes which elements of a tensor share a value of an inner tensor, such as a scale, and how both can be cut."""
+"""Computes the blocks of elements that share one value of an inner tensor, such as a scale, and where to cut them."""
 
 from __future__ import annotations
 
@@ -29,6 +29,9 @@ class Blocks:
     @classmethod
     def of(cls, name: str, rule: str, shard: Sequence[int], inner: Sequence[int], shape: Sequence[int]) -> Blocks:
         """Return the blocks of a tensor, given the shapes of a shard and of the shard's inner tensor.
+
+        Args:
+            rule: "like" or "flat" (see the attribute `size`).
 
         Raises:
             SaveError: The shard does not consist of blocks. The message completes the sentence "the tensor ...".
@@ -71,6 +74,7 @@ class Blocks:
         return Box((box.offsets[0] // steps[0], column), (box.sizes[0] // steps[0], columns))
 
     def split(self, where: str) -> SaveError:
+        """Return the error for a cut that splits a block. `where` describes the cut, as a clause after "but"."""
         return SaveError(
             f"has the shape {list(self.shape)} and a {self.name} with a value for each block of {self.size} elements, "
             f"but {where}: blocks must not be split between ranks"

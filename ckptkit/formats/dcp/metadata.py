@@ -197,9 +197,10 @@ class MetadataPickle:
             filled[kind] = filled[kind][nbytes:]
 
     def _code(self, *values: bytes | int | str | _Class | _Call) -> bytes:
-        """Return the opcodes that push values. Those that the memo has are referred to, others are added to it.
+        """Return the opcodes that push values.
 
-        Bytes are opcodes themselves. Integers do not get into the memo.
+        Bytes are opcodes already, and are inserted as they are. Strings, classes and calls are added to the memo, and
+        later uses refer to the memo. Integers are not memoized.
         """
         out = bytearray()
         for value in values:

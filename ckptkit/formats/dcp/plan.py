@@ -93,8 +93,9 @@ class ShardedPlan:
         table: The shared keys as bytes. All ranks of an SPMD job have the same table, so only one rank sends the table.
         digest: 16-byte hash of the table and of the objects' names.
         flat, paths: The state's values, and their paths in the nested state, by name.
+        private: Names of the keys that only this rank has.
         holders: For each replicated key that only some ranks hold, the ranks that hold the key.
-        saving: As for `plan_sharded`.
+        saving: See `plan_sharded`.
         settled: Digests of all ranks when `holders` was computed. `holders` stays valid until a digest changes.
         sends_table: True if this rank must send `table` to rank 0. False if a lower rank has the same table.
     """
@@ -243,7 +244,7 @@ def plan_sharded(
         state_dict: Nested or flat dict of DTensors, tensors and objects.
         previous: Plan of the previous save. Its `holders` remain valid if no rank's keys have changed.
         private: Flattened keys that only this rank has and therefore always writes, such as "rng.3.torch".
-        saving: The ranks that save, by their numbers in the default group, as in meshes. None: all ranks of each mesh.
+        saving: The ranks that save, numbered as in the default process group. None means all ranks of each mesh.
 
     Raises:
         SaveError: A tensor is a partial sum, or an object could not be loaded without running code.
@@ -355,7 +356,7 @@ def _cut_of(
     """Return how a tensor is sharded, or None if this rank is not in the tensor's mesh.
 
     Args:
-        place: `_Cut.place` for a plain tensor. Not used for other tensors.
+        place: The value of `_Cut.place` if this is a plain tensor. Not used for other tensors.
         cuts: The results of earlier calls. Updated.
         meshes: The index of each mesh that a result refers to. Updated.
     """

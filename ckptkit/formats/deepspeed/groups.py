@@ -245,9 +245,13 @@ def check_saves(
 ) -> list[str]:
     """Check that the optimizer files are from the save of the model files. Returns a note if this is uncertain.
 
-    Compares some master weights with the weights; see `_compared`. If none of them fits, the job may have changed the
-    weights after its last step. If the optimizer has counted other steps than the model file, the job may have begun
-    with a new optimizer. Both together show that there were two saves.
+    Rounds some master weights (see `_compared`), and compares them with the weights in the model files. If none of them
+    are equal, the job may have changed the weights after its last step. If the optimizer has counted more or fewer
+    steps than the model file, the job may have begun with a new optimizer. Each of these alone gives a note.
+
+    Raises:
+        CorruptCheckpointError: The files are from different saves. Only some of the weights are equal, or none are
+            equal and the numbers of steps differ.
     """
     steps = [_number(store, group.scalars["step"]) for group in groups if "step" in group.scalars]
     chosen = _compared(masters, copies, by_rank=not steps)
@@ -276,13 +280,16 @@ def check_saves(
 def _compared(
     masters: Mapping[str, Joined], copies: Mapping[str, Joined], *, by_rank: bool
 ) -> dict[tuple[str, int], str]:
-    """Choose a parameter of each file of weights. Returns the optimizer file of each parameter and rank.
+    """Choose a parameter in each file of weights, for a comparison with its master weight.
 
-    Prefers a small matrix, because every step changes it. A step may leave unchanged rows of an embedding, and scales
-    near 1 after rounding.
+    Prefers a small matrix, because every step changes it. A step may not change some rows of an embedding, or a rounded
+    scale near 1.
 
     Args:
-        by_rank: Choose a parameter for each rank as well.
+        by_rank: Choose a parameter for each file and each rank of the optimizer.
+
+    Returns:
+        The optimizer file that has the master weight, by (parameter, rank).
     """
     found: dict[tuple[str, int | None], tuple[bool, int, str, int, str]] = {}
     for name in sorted(masters.keys() & copies.keys()):

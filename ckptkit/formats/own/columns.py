@@ -97,7 +97,11 @@ def unpack(data: bytes | bytearray | memoryview, *, file: str) -> Columns:
 
 
 def fields_of(text: bytes, file: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the descriptions of the columns, and the header that `pack` received. Raises CorruptCheckpointError."""
+    """Return the descriptions of the columns, and the header that was passed to `pack`.
+
+    Raises:
+        CorruptCheckpointError: `text` is not the header of a result of `pack`.
+    """
     fields = parse(text, file=f"{file}: its header")
     metadata = fields.pop("__metadata__", None) if isinstance(fields, dict) else None
     if not isinstance(metadata, dict) or not isinstance(metadata.get(_KEY), str):
@@ -129,7 +133,7 @@ def pack_texts(texts: Sequence[str], name: str) -> dict[str, Column]:
 
 
 def unpack_texts(columns: Columns, name: str) -> list[str]:
-    """Return the list of strings that `pack_texts` stored in two columns. Raises CorruptCheckpointError."""
+    """Return the list of strings that `pack_texts` stored. Raises CorruptCheckpointError if a column is damaged."""
     data = columns.get(name, "uint8").tobytes()
     ends = columns.get(f"{name}.ends", "int64")
     if (len(ends) and (ends[0] < 0 or (np.diff(ends) < 0).any())) or (int(ends[-1]) if len(ends) else 0) != len(data):

@@ -133,8 +133,7 @@ class CommitRecord:
         sequence: Number of the save in its run. Checkpoints are ordered by this number, not by clocks (see
             `inventory`).
         data: Directory of the files, relative to the record's directory: "", or `save_id` on an object store.
-        created: Seconds since the epoch, by rank 0's clock. Used by `keep_daily` and for the age in
-            listings.
+        created: Seconds since the epoch, by rank 0's clock. Used by `keep_daily` and for the age in listings.
         state_dict_type: "sharded", "full" or "local".
         mesh: {"shape": [...], "names": [...]}, or None if there was no mesh.
         files: Size and digest of every file under `data` except the record, by path. All files are required.
