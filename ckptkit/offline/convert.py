@@ -135,9 +135,12 @@ def convert(  # noqa: PLR0913 - one argument per option
 
     Raises:
         UsageError: Options conflict, or `vocab_size` would remove the row of a token.
+        CheckpointNotFoundError: `src` contains no checkpoint.
+        CheckpointExistsError: `dst` already exists. With `overwrite`: `dst` is not one checkpoint or one export.
         CheckpointMismatchError: Names or shapes differ from the base, or ckptkit cannot tell which tensors have one row
             per token.
         CorruptCheckpointError: The source is damaged or incomplete. Nothing was published.
+        UnsupportedFormatError: The source, or a value in it, cannot be read or cannot be stored in the target format.
     """
     src, dst = location("src", src), location("dst", dst)
     there, here = options_of_both(storage_options, src_storage_options, dst_storage_options)

@@ -200,7 +200,7 @@ def copy(
     Files are copied byte for byte, including the optimizer and the commit record. Each checkpoint appears completely or
     not at all. The oldest checkpoint of a run is copied first, so an interrupted copy is a valid run that lacks the
     newest checkpoints. Repeating the call copies the rest: if the new run already has a checkpoint from the same save,
-    that checkpoint is kept. While the copy runs, no job deletes the source or writes to the destination. Pins that
+    that checkpoint is kept. While the copy runs, no job can delete the source or write to the destination. Pins that
     people set are copied.
 
     Args:
@@ -213,6 +213,7 @@ def copy(
         overwrite: Replace the checkpoint at `dst`, as `convert` does. For a run, also replace checkpoints that have the
             same name but were written by a different save.
         dry_run: Only report the files that would be copied, and the errors that the real run would raise.
+        workers, max_memory, progress, storage_options: The same as in `convert`.
         src_storage_options, dst_storage_options: Override `storage_options` for the source or the destination.
 
     Raises:

@@ -217,8 +217,12 @@ def diff(
     Args:
         include: Globs of the names to compare. Empty means all names.
         exclude: Globs of the names to skip.
+        max_memory: Maximum tensor data in memory: bytes, or a string such as "512MB".
+        progress: Called with (bytes compared, bytes in all, name of the last tensor).
 
     Raises:
+        UsageError: `include` and `exclude` leave nothing to compare.
+        CheckpointNotFoundError: A URL contains no checkpoint.
         IncompleteCheckpointError: A file is missing or does not have its recorded size.
     """
     names = NameFilter(globs("include", include), globs("exclude", exclude))

@@ -116,6 +116,11 @@ def inspect(
     Args:
         tensors: A glob. The tensors whose name or FQN matches are listed with their slices.
         depth: Number of module levels in the tree.
+        options: Information that the files do not contain; see `ReadOptions`.
+
+    Raises:
+        CheckpointNotFoundError: There is no checkpoint.
+        CkptkitError: The checkpoint cannot be opened. The message names the file and the problem.
     """
     check_int("depth", depth, least=0)
     source = open_source(

@@ -96,7 +96,8 @@ def list_run(
         recorded: Also apply the recorded exemptions (`keep_...`) that `policy` does not set.
 
     Raises:
-        UsageError: `policy` keeps the best checkpoints by a metric that no checkpoint has.
+        UsageError: `policy` keeps the best checkpoints by a metric that no checkpoint has, or the recorded policy has a
+            rule that this version does not know.
         CheckpointNotFoundError: The directory does not exist, or does not contain a ckptkit run.
     """
     url = location("url", url)

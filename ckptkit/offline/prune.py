@@ -30,9 +30,9 @@ class PruneReport:
         decisions: For each checkpoint, whether it is kept, and why.
         deleted: The deleted checkpoints. Empty in a dry run.
         failed: The checkpoints that could not be deleted, each with the reason.
-        cleaned: The deleted leftovers of killed saves. In a dry run, those that would be deleted. The old content of a
-            checkpoint that a killed save replaced has the checkpoint's name until it is deleted.
-        kept_files: Foreign files in the directories of deleted checkpoints, which were kept.
+        cleaned: The deleted leftovers of killed saves. In a dry run, those that would be deleted. If a save was killed
+            while it replaced a checkpoint, the old content is a leftover with the checkpoint's name.
+        kept_files: Files that stay in the directories of deleted checkpoints, because ckptkit did not write them.
     """
 
     url: str

@@ -73,6 +73,7 @@ def reshard(  # noqa: PLR0913 - one argument per option
 
     Args:
         dst: The directory of the new checkpoint. A CheckpointManager of the parent directory finds it.
+        world_size: The number of ranks of the job that will load the result.
         mesh: The sizes of the mesh dimensions, as "replicate=2,shard=4,tp=2" or as a mapping. None shards over all
             ranks.
         type: "sharded" (for any job) or "local" (one file per rank, only for jobs with this world size and mesh).
@@ -87,11 +88,15 @@ def reshard(  # noqa: PLR0913 - one argument per option
             with "zeros"; see `convert`. In optimizer states, added rows are zeros.
         allow_pickle: Read torch.save files even if they name unknown classes. Objects of these classes are omitted. No
             code from the files runs.
+        workers, max_memory, check, verify, dry_run, overwrite, progress, storage_options: The same as in `convert`.
         src_storage_options, dst_storage_options: Override `storage_options` for the source or the destination.
 
     Raises:
         UsageError: The mesh does not match the world size, `dst` is named after a different step, or a tp plan is
             missing.
+        CheckpointNotFoundError: `src` contains no checkpoint.
+        CheckpointExistsError: `dst` already exists. With `overwrite`: `dst` is not one checkpoint or one export.
+        CheckpointMismatchError: ckptkit cannot tell which tensors `vocab_size` applies to.
         IncompleteCheckpointError: A rank's file is missing. The message names the rank.
         CorruptCheckpointError: The source is damaged. Nothing was published.
     """

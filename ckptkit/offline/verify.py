@@ -167,6 +167,10 @@ def verify(
 
     Args:
         quick: Read only metadata, and skip the digests of files that contain tensors.
+        workers: Number of worker threads. 0 means 4.
+        max_memory: Maximum data in memory: bytes, or a string such as "512MB".
+        options: Information that the files do not contain; see `ReadOptions`.
+        progress: Called with (bytes checked, bytes in all, path of the file).
 
     Raises:
         CkptkitError: The checkpoint cannot be opened. The message names the file and the problem.
@@ -281,10 +285,12 @@ def _beside_tensors(catalog: Catalog) -> list[Check]:
 
 
 def _state_checks(source: Source) -> tuple[list[Check], list[Problem], dict[str, int]]:
-    """Return the CRC-32s in the files of training state that a load reads beside the weights, and the files' problems.
+    """Return the checks of training state in files beside the weights, such as the optimizer.pt of a Trainer.
 
-    An example of a file of training state is the optimizer.pt of a Trainer beside safetensors files. The third value is
-    the number of bytes without a CRC-32 in each file. Files that are not zip archives are only parsed.
+    Files that are not zip archives have no CRC-32s. They are only parsed.
+
+    Returns:
+        The CRC-32s to check, the problems found, and the number of bytes without a CRC-32 in each file.
     """
     store, known = source.store, source.catalog.info
     if "digests" in known.extra or source.url.rstrip("/") != store.url.rstrip("/"):  # ours, or a single file
@@ -321,6 +327,7 @@ def _members(store: Store, path: str) -> list[tuple[int, int, int | None]]:
 
 
 def file_problems(store: Store, catalog: Catalog) -> Iterator[Problem]:
+    """Yield a problem for each of the checkpoint's files that is missing, unreadable, or has a wrong size."""
     ours = all(store.info(path) is not None for path in (MANIFEST_NAME, OBJECTS_NAME))
     if ours and store.info(RECORD_NAME) is None:
         missing = f"{RECORD_NAME}: the commit record is missing: the checkpoint may be incomplete."

@@ -155,8 +155,9 @@ def walk(  # noqa: C901, PLR0915 - one loop: a call for each opcode would take t
 
     Args:
         resolve: Returns the value that replaces a global (module, name). Raises UnsafePickleError.
-        calls: Type -> function that makes instances. Has all types that `resolve` returns, except subclasses of `Stub`.
-        states: (type, function) pairs. The function sets the state of an instance of the type or a subclass.
+        calls: For each type that `resolve` may return, the function that makes its instances. Subclasses of `Stub` need
+            no function.
+        states: (type, function) pairs. The function sets the pickled state of an instance of the type or a subclass.
     """
     calls = calls or {}
     stack: list[Any] = []

@@ -11,9 +11,12 @@ from ckptkit.storage import Store
 
 
 def open_catalog(store: Store, *, options: ReadOptions = DEFAULTS) -> Catalog:
-    """Return the catalog of the only rank's file. Refuses several: no file says along which dimension to join tensors.
+    """Return the catalog of a checkpoint that a single model-parallel rank wrote.
 
     If the rank's directory also contains `distrib_optim.pt` (from the distributed optimizer), a note names this file.
+
+    Raises:
+        UnsupportedFormatError: Several ranks wrote the checkpoint. No file says along which dimension to join tensors.
     """
     ranks = sorted(item.path for item in store.list() if item.kind == "directory" and item.path.startswith("mp_rank_"))
     if len(ranks) > 1:

@@ -59,10 +59,10 @@ def read_optimizer(
 
     Args:
         values: The `Optimizer.state_dict()` of each rank, in rank order.
-        params: The model's parameters in module order, without wrapper names. A tied parameter is listed once.
-            []: the order of the states is unknown.
+        params: The model's parameters in module order, without wrapper names. A tied parameter is listed once. An empty
+            list means that the order is unknown.
         names: Parameter name of each index, if known.
-        replica: The ranks that hold one replica of the model (see `RankModel`). (): all ranks.
+        replica: The ranks that hold one replica of the model (see `RankModel`). () means all ranks.
     """
     found = OptimizerState()
     if not is_state_dicts(values):
@@ -218,7 +218,7 @@ def _names(values: Sequence[Mapping[str, Any]], params: Sequence[Param]) -> dict
 
 
 def _has_pieces(values: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether states may be pieces (FSDP1's flat ones), whose places cannot be found without the parameters."""
+    """Return whether a state may be a flat piece (FSDP1), which can be placed only if the parameters are known."""
     return len(values) > 1 and any(
         isinstance(tensor, StoredTensor) and tensor.shape not in ((), (1,))
         for value in values
@@ -227,9 +227,10 @@ def _has_pieces(values: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def _differ(values: Sequence[Mapping[str, Any]], names: Mapping[Any, str]) -> bool:
-    """Return whether ranks have different plain tensors of a numbered parameter: its pieces, not replicas.
+    """Return whether the ranks' tensors for a numbered parameter are different pieces, not replicas.
 
-    Pieces have one dimension. If others differ, these are replicas, in which rounding errors have added up.
+    Pieces have one dimension. Tensors of equal shape with more dimensions are replicas, even if rounding made them
+    different.
     """
     seen: dict[tuple[Any, str], StoredTensor] = {}
     found = False

@@ -43,7 +43,7 @@ def is_rank_directory(store: Store, files: Sequence[str]) -> bool:
 def are_rank_files(store: Store, files: Sequence[str], newest: str) -> bool:
     """Return whether the numbers in these file names are ranks, not steps.
 
-    Names may contain both. Then, `newest`, the file of the latest step, must be a rank file, too.
+    If the names contain both a rank and a step, the file `newest`, which has the latest step, must be a rank file, too.
     """
     model = _of_model(_rank_files(store, files))
     if model is None:

@@ -38,6 +38,7 @@ class Joined:
 
     Attributes:
         notes: Messages about replicas that differ.
+        what: Name of the files with the parts, for error messages. "" if unknown.
     """
 
     dtype: str
@@ -96,7 +97,7 @@ class RankFiles:
 
     @property
     def step(self) -> StepName | None:
-        """The step in each of the names, or None. The rank does not count."""
+        """The step that all names contain, or None. The rank is not taken for a step."""
         return parse_step(self.template)
 
     @property

@@ -137,7 +137,9 @@ def execute(
     Raises:
         IntegrityError: A digest differs. The message names file and tensor.
         IncompleteCheckpointError: The source has gaps, or a file is truncated.
+        CheckpointMismatchError: The plan does not write each byte exactly once.
         NoSpaceError: The destination has too little space.
+        UsageError: `max_memory` is too small for the workers, or for a computed tensor.
     """
     started = time.perf_counter()
     covered = check_plan(plan)

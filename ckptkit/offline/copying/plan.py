@@ -336,7 +336,7 @@ def _placement_json(plan: Plan, placement: Placement) -> dict[str, Any]:
 
 
 def check_room(plan: Plan, destination: Store, *, held: int = 0) -> None:
-    """Raise if there is not enough space for a plan's files.
+    """Raise NoSpaceError if there is not enough space for a plan's files.
 
     `held` is the number of bytes of these files that are already on disk.
     """

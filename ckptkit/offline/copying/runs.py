@@ -42,13 +42,21 @@ Bool = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class PartPieces:
-    """The contiguous pieces that are copied from a source tensor to the boxes of a result tensor, one row per piece.
+    """The pieces that are copied from one source tensor to the boxes of a result tensor, one row per piece.
 
     Covers one part of the result tensor: a region that is copied from one source tensor, in the same element order.
+    A piece is the intersection of a source slice and a box.
+
+    Attributes:
+        rows: [n] index of the box in the placement.
+        slices: [n] index of the slice in the source tensor.
+        starts, nbytes: [n] byte offset of the piece's first element in the source, and the size of the piece.
+        targets: [n] byte offset of the piece's first element in the target file.
+        dense: [n] whether the piece is contiguous both in the source and in the target.
     """
 
     entry: TensorEntry
-    rows: Int64  # index of the box in the placement
+    rows: Int64
     slices: Int64
     starts: Int64
     nbytes: Int64
@@ -430,7 +438,7 @@ class _Numbered:
 def _copied(catalog: Catalog, placement: Placement) -> TensorEntry | None:
     """Return the source tensor if the placement's tensor is a copy of it (apart from a cast).
 
-    Returns None for any other placement, and for an empty, strided or encoded source.
+    Returns None for any other placement, and for an empty, strided or compressed source.
     """
     tensor = placement.tensor
     part = tensor.only_part if isinstance(tensor, Target) else None

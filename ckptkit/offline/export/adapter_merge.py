@@ -27,7 +27,7 @@ from ckptkit.units import first_few
 if TYPE_CHECKING:
     import torch
 
-# --- tensors assembled (split, joined, permuted) from sources that are computed or changed first, in full or by rows
+# --- assembling tensors from sources that are first dequantized or changed by the adapter
 
 
 Bytes = npt.NDArray[np.uint8]

@@ -158,7 +158,7 @@ def _dequantized(targets: Mapping[str, Target], weights: list[_Weight]) -> Dequa
 
 
 def _whole_weight(name: str, dtype: str, codes: str, shape: tuple[int, ...]) -> Target:
-    """Return the target of a dequantized weight of shape `shape`. `codes`: the name of its codes in the source."""
+    """Return the target of a dequantized weight. `codes` is the source's key of the quantized values."""
     return Target(name, dtype, shape, (Part(Box.whole(shape), codes, Box.whole(shape)),), dtype)
 
 
