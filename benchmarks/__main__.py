@@ -33,7 +33,7 @@ class Row(NamedTuple):
 
 
 def saves_and_loads(where: str, gigabytes: float, repeat: int) -> Iterator[Row]:
-    """A transformers model with AdamW, under FSDP2."""
+    """Measure saves and loads of a transformers model with AdamW under FSDP2."""
     from benchmarks.save_load import measure
     from tests.ranks import run_ranks
 
@@ -52,6 +52,7 @@ def saves_and_loads(where: str, gigabytes: float, repeat: int) -> Iterator[Row]:
 
 
 def stalls(where: str, gigabytes: float, repeat: int) -> Iterator[Row]:
+    """Measure how long training waits for `save_async`."""
     from benchmarks.save_load import stall
     from tests.ranks import run_ranks
 
@@ -73,6 +74,7 @@ def stalls(where: str, gigabytes: float, repeat: int) -> Iterator[Row]:
 
 
 def conversions(where: str, gigabytes: float, repeat: int) -> Iterator[Row]:
+    """Measure `convert` to Hugging Face as a ratio to `cp -r`."""
     size, wanted = f"{2 * gigabytes:g}GiB", ["convert --no-check", "convert", "dcp_to_torch_save"]
     options = argparse.Namespace(
         size=size, ranks=4, where=where, dtype="bfloat16", small=False, peers=True, verl=None, only=wanted,
@@ -97,6 +99,7 @@ def conversions(where: str, gigabytes: float, repeat: int) -> Iterator[Row]:
 
 
 def resharding(where: str, gigabytes: float, repeat: int) -> Iterator[Row]:
+    """Measure `reshard` as a ratio to `cp -r`."""
     wanted = ["cp -r", "rows", "columns and strided"]
     options = argparse.Namespace(size=f"{2 * gigabytes:g}GiB", ranks=4, where=where, repeat=repeat, only=wanted)
     root = Path(where, f"ckptkit-bench-{os.getpid()}")
@@ -117,13 +120,14 @@ def resharding(where: str, gigabytes: float, repeat: int) -> Iterator[Row]:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="benchmarks", description=__doc__)
     parser.add_argument(
-        "--where", nargs="+", default=["/dev/shm", "/tmp"], help="directories on what is to be measured"
+        "--where", nargs="+", default=["/dev/shm", "/tmp"], help="one directory on each storage to measure"
     )
     parser.add_argument("--gigabytes", type=float, default=1.0)
     parser.add_argument("--repeat", type=int, default=3)
     options = parser.parse_args()
     print("| Call | ckptkit | Peer | Peer and conditions |\n|---|---|---|---|")
-    # Conversions first: the memory of this process, which imports torch later, counts towards the peak of its children.
+    # Conversions come first, because the memory of this process counts towards the peak of its children, and the other
+    # tables make it import torch.
     for table in (conversions, resharding, saves_and_loads, stalls):
         # `cp` does not wait for the disk, so only peak memory is compared with `cp`.
         for where in options.where if table is not resharding else options.where[:1]:

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def tables(options: argparse.Namespace) -> dict[str, list[str]]:
-    """Return the arguments for `python` of each table, by its name."""
+    """Return the `python` arguments that print each table, by the table's name."""
     kinds = ["large", "adamw", "small"] if importlib.util.find_spec("transformers") else ["large", "small"]
     size = ["--gigabytes", str(options.gigabytes), "--repeat", str(options.repeat), "--device", options.device]
     stall = ["-m", "benchmarks.save_load.stall", "--ranks", "1", "--where", options.where[0], *size]

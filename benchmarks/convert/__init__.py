@@ -1,1 +1,1 @@
-"""Convert against cp and other converters on the same bytes, and planning a million slices without data."""
+"""Measures `convert` against `cp` and other converters on the same bytes, and the planning of a million slices."""

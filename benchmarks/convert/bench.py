@@ -80,8 +80,8 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--small", action="store_true", help="many small tensors")
     parser.add_argument("--peers", action="store_true", help="run torch's and accelerate's converters too")
-    parser.add_argument("--verl", metavar="PYTHON", help="of an environment that has verl: run its merger too")
-    parser.add_argument("--only", metavar="NAME", action="append", help="of these commands, beside cp")
+    parser.add_argument("--verl", metavar="PYTHON", help="Python of an environment that has verl: run its merger too")
+    parser.add_argument("--only", metavar="NAME", action="append", help="run only this command and cp (repeatable)")
     parser.add_argument("--only-memory", action="store_true", help="convert once, from a source of zeros")
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--json", action="store_true")
@@ -107,7 +107,7 @@ def main() -> None:
 
 def make_sources(root: Path, options: argparse.Namespace) -> tuple[Path, Path | None]:
     """Write the DCP source, and the verl source if requested; return both."""
-    # In separate processes: the memory of this process would count towards the peak of its children.
+    # Use separate processes, because the memory of this process would count towards the peak of its children.
     model, source, verl = root / "hf", root / "pytorch_model_fsdp_0", root / "global_step_1" / "actor"
     make = [sys.executable, "-m", "benchmarks.convert.bench", "--size", options.size, "--dtype", options.dtype]
     flags = [name for name, on in (("--small", options.small), ("--only-memory", options.only_memory)) if on]

@@ -58,7 +58,7 @@ def make(source: Path, nbytes: int) -> None:
 
 
 def write(path: Path, tensors: dict[str, np.ndarray]) -> None:
-    """Write a safetensors file in which the one-byte arrays are FP8: numpy has no such dtype."""
+    """Write a safetensors file. Arrays of one-byte elements get the dtype FP8, which numpy lacks."""
     plain = {name: array.view(np.uint8) if array.dtype.itemsize == 1 else array for name, array in tensors.items()}
     save_file(plain, path, {"format": "pt"})
     data = path.read_bytes()

@@ -71,7 +71,7 @@ PeftModel.from_pretrained(model, adapter).merge_and_unload().save_pretrained(out
 """
 RANK = 16
 
-# The least that the same sums take in numpy: no plan, no names, no checks; two threads, buffers that are reused.
+# The minimum that the same sums take in numpy: no plan, no names, no checks, two threads, and reused buffers.
 BARE = """
 import os, sys, threading
 import numpy as np
@@ -121,7 +121,7 @@ def main() -> None:
     parser.add_argument("--sources", type=int, default=8)
     parser.add_argument("--where", default="/dev/shm")
     parser.add_argument("--repeat", type=int, default=3)
-    parser.add_argument("--mergekit", metavar="PYTHON", help="of an environment that has mergekit")
+    parser.add_argument("--mergekit", metavar="PYTHON", help="Python of an environment that has mergekit")
     parser.add_argument("--adapter", action="store_true", help="merge an adapter too, and compare with PEFT")
     options = parser.parse_args()
     root = Path(options.where) / f"ckptkit-bench-{os.getpid()}"

@@ -102,7 +102,7 @@ def unpickle(folder: Path) -> None:
 
     lap = Laps()
     loads((folder / ".metadata").read_bytes(), file=".metadata", max_bytes=4 << 30)
-    lap("of that, to unpickle it")
+    lap("of which unpickling")
 
 
 def read_with_torch(folder: Path) -> None:
@@ -110,7 +110,7 @@ def read_with_torch(folder: Path) -> None:
 
     lap = Laps()
     FileSystemReader(str(folder)).read_metadata()
-    lap("torch: read_metadata, its import apart")
+    lap("torch: read_metadata, without import")
 
 
 def read(path: Path, to_ranks: int) -> None:
@@ -146,7 +146,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=1024)
     parser.add_argument("--tensors", type=int, default=1000)
     parser.add_argument("--to-ranks", type=int, default=24)
-    parser.add_argument("--vanilla", action="store_true", help="from torch's .metadata instead of our manifest")
+    parser.add_argument("--vanilla", action="store_true", help="read torch's .metadata instead of our manifest")
     parser.add_argument("--run", nargs=2, metavar=("STEP", "PATH"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.run:

@@ -45,7 +45,7 @@ def _shapes(nbytes: int, itemsize: int, small: bool) -> tuple[dict[str, tuple[in
 
 
 def make_model(folder: Path, nbytes: int, dtype: str, small: bool = False, *, empty: bool = False) -> None:
-    """Write model.safetensors and config.json. `empty`: a sparse file of zeros."""
+    """Write model.safetensors and config.json. With `empty`, model.safetensors is a sparse file of zeros."""
     import numpy as np
 
     from ckptkit.formats.hf.header import TensorToWrite, lay_out

@@ -59,7 +59,7 @@ def exports(saved: Path, place: Path, seed: int) -> Iterator[tuple[str, bool]]:
         convert(url, str(place / str(step)), sha256=True, max_shard_size="1KB", overwrite=True)
     folder = place / "2"
     if not verified(str(folder))[0]:
-        yield "the undamaged one is found bad", False
+        yield "the undamaged export is reported as damaged", False
     for what, name, do in list(damages(folder, place / "1", seed)):
         if what == "stray" or (what, name) == ("missing", SUMS_NAME):
             continue

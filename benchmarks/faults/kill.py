@@ -17,7 +17,7 @@ import time
 from contextlib import closing
 from pathlib import Path
 
-import torch  # noqa: F401  before the forks, so that each costs milliseconds
+import torch  # noqa: F401  imported before the forks, so that each fork takes milliseconds
 import torch.distributed as dist
 
 from ckptkit.checkpoint.manager import SignalWatch

@@ -1,4 +1,4 @@
-"""Kill jobs that save through a `CheckpointManager` before a file operation, in every mode; print a table.
+"""Kill jobs that save through a `CheckpointManager`, each before one of its file operations; print a table.
 
 python -m benchmarks.faults.manager --kills 200 --ranks 2
 
@@ -44,7 +44,7 @@ def points(operations: int, kills: int, seed: int) -> list[int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--kills", type=int, default=200, help="in all; a very large number: every operation")
+    parser.add_argument("--kills", type=int, default=200, help="of all rows; a very large number: every operation")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rows", default="", help="only these rows of the table, by number: 0,1,2")
     parser.add_argument("--seed", type=int, default=1)

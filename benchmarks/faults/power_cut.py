@@ -48,7 +48,12 @@ _READY = b"ready\n"
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """The job that runs until the power is cut; `nth`: cut the power before that operation of rank 0."""
+    """The job that runs until the power is cut.
+
+    Attributes:
+        syncs: Whether fsync works. False for the negative control.
+        nth: Number of the file operation of rank 0 before which the power is cut. 0 cuts at a random instant.
+    """
 
     kind: str
     ranks: int
@@ -78,6 +83,7 @@ def mounted(image: Path, place: Path, options: str) -> Iterator[None]:
 
 
 def make(image: Path, filesystem: str) -> bool:
+    """Create an image with a file system. Return whether this was possible."""
     with open(image, "wb") as file:
         file.truncate(320 << 20)
     force = "-F" if filesystem == "ext4" else "-f"
@@ -89,7 +95,7 @@ def make(image: Path, filesystem: str) -> bool:
 
 
 def cut_power(image: Path, place: Path, filesystem: str) -> None:
-    """Copy the current state of the device for the next mount."""
+    """Stop all I/O of the file system. For btrfs, copy the device for the next mount instead."""
     if filesystem == "btrfs":
         shutil.copy(image, image.with_suffix(".cut"))
         return
@@ -281,15 +287,15 @@ def main() -> None:
     parser.add_argument("--filesystem", choices=["ext4", "xfs", "btrfs"], default="ext4")
     parser.add_argument("--mount", default="", help="mount options: data=journal")
     parser.add_argument("--job", choices=["bytes", "save", "async"], default="bytes")
-    parser.add_argument("--ranks", type=int, default=1, help="of --job save and async")
+    parser.add_argument("--ranks", type=int, default=1, help="number of ranks, for --job save and async")
     parser.add_argument("--keep", type=int, default=1)
     parser.add_argument("--nbytes", type=int, default=300_000)
-    parser.add_argument("--span", type=float, default=0.3, help="the most seconds that a job runs")
-    parser.add_argument("--every", type=int, default=0, help="cut before operation seed + 1, then every so many later")
-    parser.add_argument("--seconds", type=float, default=1e9, help="start no cut after so many")
+    parser.add_argument("--span", type=float, default=0.3, help="maximum seconds that a job runs")
+    parser.add_argument("--every", type=int, default=0, help="cut job i before its operation 1 + SEED + i * EVERY")
+    parser.add_argument("--seconds", type=float, default=1e9, help="start no cut after this time")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--folder", help="where the image lies")
-    parser.add_argument("--no-fsync", action="store_true", help="the negative control")
+    parser.add_argument("--folder", help="directory for the image")
+    parser.add_argument("--no-fsync", action="store_true", help="do not fsync: the control that must fail")
     options = parser.parse_args()
     staging.STARTING_S = -1.0
     torch.set_num_threads(1)

@@ -2,9 +2,9 @@
 
 python -m benchmarks.faults.readers --reads 200 --keep 1
 
-The readers are a manager's load, `open_checkpoint` of a checkpoint that was pinned before, and `convert`, each of the
-latest checkpoint, chosen again for each read. A read fails if its checkpoint is gone, changed or incomplete. A second
-job also tries to save to the same root: it must be refused with an error that names the first.
+The readers are a manager's load, `open_checkpoint` of a pinned checkpoint, and `convert`. Each read starts with the
+checkpoint that is the latest at that moment. A read fails if its checkpoint is gone, changed or incomplete. A second
+job also tries to save to the same root. It must be refused with an error that names the first job.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ READERS: tuple[Callable[[Path, Path], int], ...] = (by_manager, by_hand, by_conv
 
 
 def second_job(root: Path, pid: int) -> str:
-    """Return what is wrong with the error that a second writer gets."""
+    """Return what is wrong with the error that a second writer gets, or "" if it is correct."""
     with CheckpointManager(root) as manager:
         try:
             manager.save(10**9, state(1))

@@ -51,7 +51,7 @@ def _upload(say: Any, src: str, url: str, s3: Options, options: Options) -> None
 
 
 def run_remote(source: Path, url: str, s3: Options, options: Options) -> int:
-    """Run it to its end, and return the number of reused objects."""
+    """Run a conversion to an object store to its end, and return the number of reused objects."""
     code, said = fork(_upload, str(source), url, s3, options, timeout=120)
     assert code == 0
     return int(said)
@@ -60,9 +60,10 @@ def run_remote(source: Path, url: str, s3: Options, options: Options) -> int:
 def kill_remote(
     source: Path, url: str, proxy: Proxy, through: Options, options: Options, nth: int, *, carried_out: bool
 ) -> tuple[int, int] | None:
-    """Kill a run to an object store before or after its nth request is carried out; run it again.
+    """Kill a conversion to an object store before or after the server carries out its nth request; run it again.
 
-    Returns the number of objects that the second run reused and the bytes that it sent; None if the first had ended.
+    Returns the number of objects that the second run reused, and the bytes that it sent. Returns None if the first run
+    had already ended.
     """
     pid = source.with_name("pid")
     killed: list[int] = []
@@ -143,7 +144,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", choices=list(WHAT), default=list(WHAT))
     arguments = parser.parse_args()
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    print("| what | rounds | killed | went on | wrote less | of a run from nothing |\n|---|---|---|---|---|---|")
+    print("| case | rounds | killed | resumed | wrote less | share of a full run |\n|---|---|---|---|---|---|")
     for name in arguments.only:
         rounds, killed, on, less, share = WHAT[name](arguments.rounds, arguments.seed)
         print(f"| {name} | {rounds} | {killed} | {on} | {less} | {share:.0%} |", flush=True)

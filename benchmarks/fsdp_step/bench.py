@@ -56,7 +56,7 @@ def built(args: argparse.Namespace) -> Model:
 
 
 def by_hand(args: argparse.Namespace, device: str) -> Callable[[torch.Tensor], None]:
-    """The step as written without ckptkit, with the same guarantees: joint clipping, no step on a non-finite norm."""
+    """Return the step as written without ckptkit. It also clips to one norm, and skips steps with a non-finite norm."""
     mesh = init_device_mesh(device, (dist.get_world_size(),))
     model = built(args)
     for layer in model.layers:
@@ -77,6 +77,7 @@ def by_hand(args: argparse.Namespace, device: str) -> Callable[[torch.Tensor], N
 
 
 def through_strategy(args: argparse.Namespace, device: str) -> Callable[[torch.Tensor], None]:
+    """Return the same step as `by_hand`, through FSDPStrategy."""
     strategy = FSDPStrategy(FSDPConfig(device=device), max_norm=1.0)
     model = strategy.prepare_model(built(args))
     optimizer = strategy.create_optimizer(model, lr=1e-3, weight_decay=1e-2, no_decay=())

@@ -46,7 +46,7 @@ _PIECE = 8 << 20  # bytes that a bare get reads per request
 
 
 class Holder(torch.nn.Module):
-    """Return tensors of unequal sizes, as in a model."""
+    """A model whose parameters have unequal sizes."""
 
     def __init__(self, megabytes: int, count: int) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ def serve(folder: Path, server: str, *, etags: bool = True) -> Iterator[Options]
 
 @contextlib.contextmanager
 def far_away(options: Options, milliseconds: float, rate: float) -> Iterator[Options]:
-    """Run a proxy with latency before the server, whose connections carry at most `rate` MB per second."""
+    """Run a proxy in front of the server that adds latency and limits each connection to `rate` MB per second."""
     if not milliseconds and not rate:
         yield options
         return
@@ -234,7 +234,7 @@ LOADS: dict[str, dict[str, Any]] = {"load_atomic": {"atomic": True}}
 
 
 def requests(options: Options, model: Holder) -> dict[str, float]:
-    """Return the number of requests of each; "next" is a later save of the same manager."""
+    """Return the number of requests of each save and load. "next" is a later save of the same manager."""
     counts: dict[str, float] = {}
     with proxy_of(options["endpoint_url"]) as proxy:
         via = {**options, "endpoint_url": proxy.url}
@@ -307,7 +307,7 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tensors", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--latency", type=float, default=0.0, help="milliseconds, each way")
-    parser.add_argument("--rate", type=float, default=0.0, help="MB/s that one connection carries; 0: any")
+    parser.add_argument("--rate", type=float, default=0.0, help="maximum MB/s of one connection; 0: no limit")
 
 
 def main() -> None:

@@ -83,7 +83,7 @@ def manager_saves(url: str, options: Options, model: Holder) -> Steps:
 
 
 def one_save(url: str, options: Options, model: Holder) -> Steps:
-    """A manager created for one save; the measured time includes releasing the lease."""
+    """Save with a new manager each time. The measured time includes releasing the lease."""
     for turn in range(2):
         with CheckpointManager(f"{url}/one{turn}", storage_options=options) as manager:
             manager.save(0, TrainState(model=model))
@@ -121,7 +121,7 @@ def floor(url: str, options: Options, model: Holder) -> Steps:
 
 
 def our_puts(url: str, options: Options, model: Holder) -> Steps:
-    """The bytes of the tensors in six objects by our client, without digests, index and commit."""
+    """Put the bytes of the tensors as six objects with our client, without digests, index and commit."""
     data = [memoryview(p.detach().view(torch.uint8).numpy()).cast("B") for p in model.parameters()]
     root = open_store(url, storage_options=options)
     assert isinstance(root, RemoteStore)
@@ -136,7 +136,7 @@ def our_puts(url: str, options: Options, model: Holder) -> Steps:
 
 
 def bare_gets(url: str, options: Options, model: Holder) -> Steps:
-    """The objects of `dcp_saves` by s3fs's client alone: one get for each, all at once."""
+    """Get the objects of `dcp_saves` with s3fs's client alone: one request for each object, all at once."""
     other = open_store(url, storage_options={**options, "requester_pays": False})  # creates another client
     listed = [[item.path for item in other.list(f"dcp{turn}") if item.path.endswith(".distcp")] for turn in range(2)]
     return _gets(url, options, listed, sum(p.nbytes for p in model.parameters()))
@@ -176,7 +176,7 @@ LOADS = {"gets": bare_gets, "torch_load": torch_loads, "dcp_load": dcp_loads, "m
 
 
 def server_pid(options: Options) -> int:
-    """Return the process that was started with the server's port on its command line."""
+    """Return the ID of the process that was started with the server's port on its command line."""
     port = options["endpoint_url"].rpartition(":")[2]
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal() and int(entry.name) != os.getpid():

@@ -1,4 +1,4 @@
-"""Kill a process that saves to a real S3 or GCS server at random moments, and check what is left (F15).
+"""Kill a process that saves to a real S3 or GCS server at random moments, and check what is left.
 
     python benchmarks/remote/kill.py [--server rclone|moto|gcs] [--n 100] [--seed 0]
 

@@ -35,7 +35,7 @@ Row = dict[str, float]
 
 
 def work(options: dict[str, Any], megabytes: int, count: int, rounds: int, replicated: bool) -> list[Row]:
-    """Run on every rank."""
+    """Measure all rounds. Every rank must call this."""
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter

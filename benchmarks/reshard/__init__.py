@@ -1,1 +1,1 @@
-"""Reshard compared with cp on the same bytes, and planning for very large world sizes."""
+"""Measures `reshard` against `cp` on the same bytes, and the planning for very large world sizes."""

@@ -59,7 +59,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--where", default="/dev/shm")
     parser.add_argument("--repeat", type=int, default=5)
-    parser.add_argument("--only", metavar="NAME", action="append", help="of these commands")
+    parser.add_argument("--only", metavar="NAME", action="append", help="run only this command (repeatable)")
     parser.add_argument("--make", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.make:  # in a separate process: the memory of this one would count towards the peak of its children

@@ -1,1 +1,1 @@
-"""Saves and loads of sharded states, compared with torch DCP in the same run."""
+"""Measures saves and loads of sharded states against torch DCP in the same run."""

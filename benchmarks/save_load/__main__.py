@@ -36,7 +36,7 @@ def main() -> int:
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--no-sync", action="store_true")
     parser.add_argument(
-        "--cold", action="store_true", help="measure also how a virtual machine gets memory from its host"
+        "--cold", action="store_true", help="include the time in which a virtual machine gets memory from its host"
     )
     parser.add_argument("--uncached", action="store_true", help="load from the disk instead of the page cache")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")

@@ -18,7 +18,7 @@ _BLOCKS, _WIDTH = 125, 16
 
 
 class Job:
-    """500 small parameters, and three tensors of Adam for each: 2,000 tensors."""
+    """A job with 500 small parameters and three tensors of Adam for each: 2,000 tensors."""
 
     def __init__(self, device: str = "cpu") -> None:
         def block() -> nn.Module:
@@ -45,7 +45,7 @@ class Job:
         return {"model": model, "optimizer": optimizer}
 
     def tensors(self) -> list[torch.Tensor]:
-        """Return the total memory of the state on this rank, in bytes."""
+        """Return the local tensors of the model and of the optimizer's state on this rank."""
         states = [value for state in self.optimizer.state.values() for value in state.values()]
         found = [value.detach() for value in [*self.model.parameters(), *states]]
         return [value.to_local() if isinstance(value, DTensor) else value for value in found]

@@ -101,7 +101,7 @@ class Job:
             )
 
     def local_tensors(self) -> list[torch.Tensor]:
-        """Return the memory of all tensors on this rank, in bytes."""
+        """Return the local tensors of the model and of the optimizer's state on this rank."""
         states = [] if self.optimizer is None else [v for s in self.optimizer.state.values() for v in s.values()]
         found = [tensor.detach() for tensor in [*self.model.parameters(), *states]]
         return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in found]

@@ -228,7 +228,9 @@ def size(nbytes: float) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="benchmarks.save_load.scale", description=__doc__)
     parser.add_argument("--cases", nargs="+", default=CASES, metavar="RANKS:TENSORS")
-    parser.add_argument("--torch-up-to", type=int, default=1_000_000, help="slices; torch needs 3 kB for each")
+    parser.add_argument(
+        "--torch-up-to", type=int, default=1_000_000, help="most slices for torch, which needs 3 kB for each"
+    )
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--part", nargs=4, help=argparse.SUPPRESS)
     options = parser.parse_args()
