@@ -2,8 +2,8 @@
 
     python -m benchmarks.gpu [--where /dev/shm /tmp] [--gigabytes 1] [--repeat 3] [--device cuda]
 
-Each table is a separate benchmark, run as a process with one rank. Without a device each is reported as skipped, and
-the exit code is 0. `--device cpu` runs the same code on the host.
+Each table is a separate benchmark, run as a process with one rank. Without a device, all tables are reported as
+skipped, and the exit code is 0. `--device cpu` runs the same code on the host.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ def timed(command: list[str], *, clean: Path, sync: bool) -> tuple[float, float,
 
 
 def compare(commands: dict[str, list[str]], out: Path, repeat: int, title: str) -> None:
-    """Print the best time of each command, which writes `out`, and its ratio to the first command's."""
+    """Print the best time of each command, and its ratio to that of the first command. Each command writes `out`."""
     best = dict.fromkeys(commands, (float("inf"), float("inf"), 0))
     for _ in range(repeat):  # in turns, so that other load affects all commands; the best counts
         for name, command in commands.items():

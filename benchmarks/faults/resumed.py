@@ -28,7 +28,7 @@ from tests.offline.test_resume_kills import DATED, Options, kill_on_disk, make_s
 from tests.storage import servers
 from tests.storage.proxy import Proxy, proxy_of
 
-Row = tuple[int, int, int, int, float]  # rounds, killed, continued, moved fewer bytes, share of bytes moved
+Row = tuple[int, int, int, int, float]  # rounds, killed, resumed, wrote less, bytes written as a share of a full run
 
 
 def on_disk(first: int, second: int, rounds: int, seed: int) -> Row:

@@ -8,8 +8,8 @@ real stores keep the ETag from the put.
 
 The server runs in a separate process, and so does the proxy that adds latency (each way) and limits the rate of each
 connection. Prints one JSON line per round with the seconds of both sides and their ratios; the best of all rounds; the
-number of requests, counted by another proxy in a separate run; and the memory growth of a process that does nothing
-else.
+number of requests, counted by another proxy in a separate run; and by how much the memory of a new process grows
+during one save or load.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     python -m benchmarks.reshard.bench [--size 1GB] [--ranks 4] [--where /dev/shm] [--repeat 5]
 
 Every command runs in a fresh process, and its time includes the start of Python. The source is a SHARDED checkpoint of
-ckptkit in bf16 with the shapes of a llama and one digest per slice. The best of each counts. All files are deleted at
-the end.
+ckptkit in bf16 with the shapes of a llama and one digest per slice. The best time of each command counts. All files are
+deleted at the end.
 """
 
 from __future__ import annotations

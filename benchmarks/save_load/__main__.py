@@ -3,12 +3,16 @@
     python -m benchmarks.save_load [--ranks 2 4] [--where /dev/shm /tmp] [--gigabytes 1] [--tensors 2000] \
         [--uncached] [--device cuda] [--json FILE]
 
-large: 16 parameters; adamw: a transformers model with AdamW; small: `--tensors` small parameters. Every figure is the
-best of `--repeat` runs; a run is the slowest rank between two barriers. CPU is the sum over ranks. Ratios are torch's
-time divided by ours: 2.0 means half the time. Before each save of either side, every rank uses and frees as much
-memory as it will write, because a virtual machine may have returned its memory to the host. `--cold` omits that. Loads
-from a disk read from the page cache; with `--uncached` they read from the disk, as on a restarted machine. With
-`--device cuda` each rank has a GPU, and `bare` copies through pinned memory.
+The kinds of states are: large (16 parameters), adamw (a transformers model with AdamW) and small (`--tensors` small
+parameters). `bare` writes and reads the same bytes with plain calls.
+
+Every figure is the best of `--repeat` runs. The time of a run is that of the slowest rank between two barriers, and its
+CPU time is the sum over all ranks. Ratios are torch's time divided by ours: 2.0 means half the time.
+
+Before each save of either side, every rank uses and frees as much memory as it will write, because a virtual machine
+may have returned its memory to the host. `--cold` omits that. Loads from a disk read from the page cache; with
+`--uncached` they read from the disk, as on a restarted machine. With `--device cuda` each rank has a GPU, and `bare`
+copies through pinned memory.
 """
 
 from __future__ import annotations

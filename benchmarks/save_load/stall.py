@@ -36,7 +36,10 @@ Save = Callable[[int], Callable[[], Any]]
 
 
 def starter(peer: str, state: dict[str, Any] | Job, root: str) -> tuple[Save, Callable[[], None]]:
-    """Return a function that starts a save of a step and returns a wait function, and a function to call at the end."""
+    """Return two functions: one that starts a save, and one to call at the end.
+
+    The first takes the step, and returns a function that waits until the save is complete.
+    """
     if peer.startswith("ckptkit"):
         from ckptkit import CheckpointManager, RetentionPolicy, TrainState
 

@@ -142,7 +142,7 @@ def _float16_values() -> Array:
 
 @functools.cache
 def _float8_values(dtype: str) -> Array:
-    """Return the values of all 256 codes of an 8-bit float dtype, as float32."""
+    """Return, as float32, the value of each of the 256 bytes in an 8-bit float dtype."""
     code = np.arange(256)
     if dtype == "float8_e8m0fnu":
         values = np.ldexp(1.0, code - 127)

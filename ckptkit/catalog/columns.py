@@ -80,8 +80,8 @@ def tiles_exactly(offsets: Int64, sizes: Int64, shape: Int64) -> bool:
 
     Every element gets a random weight, and the weights of all boxes must add up to the weight of the whole shape. An
     element's weight is a product of one random factor per dimension, so a box's weight is a product, too. The
-    factors change on each call, so no file can provoke a wrong result. A wrong result, by the Schwartz-Zippel lemma,
-    has a probability of at most (d / 2**31) ** 2 in d dimensions.
+    factors change on each call, so no file can be made to provoke a wrong result. By the Schwartz-Zippel lemma, the
+    probability of a wrong result is at most (d / 2**31) ** 2 in d dimensions.
     """
     low, high = offsets.astype(np.uint64), (offsets + sizes).astype(np.uint64)
     whole = shape.astype(np.uint64)[None]

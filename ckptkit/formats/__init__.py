@@ -2,8 +2,13 @@
 
 The writer of DCP is in the same package as the reader.
 
-All readers raise the errors of `errors.UNREADABLE`, and CheckpointNotFoundError. The message names the file, rank or
-tensor: IncompleteCheckpointError if something is missing, CorruptCheckpointError if files are damaged or contradict
-each other, UnsafePickleError and UnsafePathError for hostile pickles and names, UnsupportedFormatError for the rest.
-"Raises" in a docstring lists only other reasons.
+Any reader may raise these errors, so most docstrings do not list them. The message names the file, rank or tensor.
+
+- CheckpointNotFoundError: There is no checkpoint in the reader's format.
+- IncompleteCheckpointError: Something is missing.
+- CorruptCheckpointError: Files are damaged, or contradict each other.
+- UnsafePickleError, UnsafePathError: A pickle or a file name is hostile.
+- UnsupportedFormatError: Something in the files can't be read without loss.
+- CheckpointMismatchError: Two tensors have the same name.
+- MissingExtraError: A package is not installed, such as the one that decompresses zstd.
 """

@@ -82,7 +82,7 @@ class Format:
         reader: The module with `open_catalog`. It is imported only if the names match.
         names: Patterns (see `Candidate.has`). Each of them must match a name in the directory.
         confirm: Called with the reader's module if names alone do not prove the format.
-        label: The format's name in errors that list all formats. "" if the errors do not list this row.
+        label: The format's name in errors that list all formats. "" if they do not list this format separately.
         path: If set, the reader opens only this file of the directory.
     """
 

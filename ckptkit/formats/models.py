@@ -207,7 +207,7 @@ def side_file_names(store: Store, catalog: Catalog) -> tuple[dict[str, str], dic
 
     Returns:
         Two mappings from a path to the name in a copy. The first has the files of the whole checkpoint. The second has
-        the files that belong to one of several models or adapters; they are in a folder with its name.
+        the files of single models or adapters, each in a folder with the name of the model or adapter.
     """
     info = catalog.info
     paths = info.side_files

@@ -55,10 +55,10 @@ def parameter_names(catalog: Catalog, saved: TrainingState) -> ParameterNames:
 
 
 def with_named_masters(catalog: Catalog, read_state: Callable[[], TrainingState]) -> Catalog:
-    """Give the master weights that an optimizer only numbers the FQNs of their weights, if these can be determined.
+    """Return the catalog with an FQN for each master weight that the optimizer only numbers, if it can be determined.
 
     Args:
-        read_state: Reads the training state. It is called only if there are such masters.
+        read_state: Reads the training state. Called only if a master weight has no FQN.
     """
     if not any(entry.role is Role.MASTER and not entry.fqn for entry in catalog.tensors.values()):
         return catalog

@@ -225,7 +225,7 @@ def read_training_state(
 
     Args:
         tensor: Converts a tensor inside an object to the caller's type of tensor. The default is `TensorValue`.
-        read: Reads the tensors of the given entries, and returns them by name. The default returns `TensorValue`.
+        read: Reads the tensors of the given entries, and returns them by name. By default, they become `TensorValue`s.
         optimizers: Whether to read the settings of the optimizers, and the optimizer states that are not tensors.
         whole: The keys of objects that are read even if they are large.
     """

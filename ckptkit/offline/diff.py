@@ -218,6 +218,7 @@ def diff(
         include: Globs of the names to compare. Empty means all names.
         exclude: Globs of the names to skip.
         max_memory: Maximum tensor data in memory: bytes, or a string such as "512MB".
+        storage_options: Options for the fsspec file systems of both URLs.
         progress: Called with (bytes compared, bytes in all, name of the last tensor).
 
     Raises:

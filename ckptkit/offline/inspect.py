@@ -116,6 +116,7 @@ def inspect(
     Args:
         tensors: A glob. The tensors whose name or FQN matches are listed with their slices.
         depth: Number of module levels in the tree.
+        storage_options: Options for the fsspec file system of a remote URL.
         options: Information that the files do not contain; see `ReadOptions`.
 
     Raises:

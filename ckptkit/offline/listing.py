@@ -94,6 +94,7 @@ def list_run(
     Args:
         policy: The rotation policy. None uses the policy that is recorded in the newest checkpoint.
         recorded: Also apply the recorded exemptions (`keep_...`) that `policy` does not set.
+        storage_options: Options for the fsspec file system of a remote URL.
 
     Raises:
         UsageError: `policy` keeps the best checkpoints by a metric that no checkpoint has, or the recorded policy has a

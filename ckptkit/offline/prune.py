@@ -76,6 +76,8 @@ def prune(
     Args:
         policy: The rotation policy. None uses the policy that is recorded in the newest checkpoint.
         recorded: Also apply the recorded exemptions (`keep_...`) that `policy` does not set.
+        dry_run: Only report what would be deleted.
+        storage_options: Options for the fsspec file system of a remote URL.
 
     Raises:
         UsageError: There are no leftovers, and no policy was given or recorded. Also raised if the policy keeps the

@@ -169,6 +169,7 @@ def verify(
         quick: Read only metadata, and skip the digests of files that contain tensors.
         workers: Number of worker threads. 0 means 4.
         max_memory: Maximum data in memory: bytes, or a string such as "512MB".
+        storage_options: Options for the fsspec file system of a remote URL.
         options: Information that the files do not contain; see `ReadOptions`.
         progress: Called with (bytes checked, bytes in all, path of the file).
 

@@ -114,5 +114,7 @@ def test_the_error_for_a_directory_names_it_or_the_newest_checkpoint_of_a_run(tm
     with pytest.raises(CheckpointNotFoundError, match=str(tmp_path)):
         _ = DCPReader(tmp_path).catalog
     save_steps(tmp_path, 1, 2)
-    with pytest.raises(CheckpointNotFoundError, match=r"It may be a run: name a checkpoint in it, as step_00000002\.$"):
+    with pytest.raises(
+        CheckpointNotFoundError, match=r"It may be a run: name a checkpoint in it, such as step_00000002\.$"
+    ):
         _ = DCPReader(tmp_path).catalog

@@ -51,7 +51,11 @@ class Blocks:
 
     @property
     def inner_shape(self) -> tuple[int, ...]:
-        """The shape in which the whole inner tensor is stored. With the rule "flat", it has rows if it can be cut."""
+        """The shape in which the whole inner tensor is stored.
+
+        With the rule "flat", this is [n, values] if dimension 0 of the outer tensor can be cut into n parts that split
+        no block. Otherwise, the inner tensor is one-dimensional.
+        """
         return self.inner_box(Box.whole(self.shape)).sizes
 
     def inner_box(self, box: Box) -> Box:

@@ -111,7 +111,7 @@ def metadata_files(listing: Mapping[str, FileInfo]) -> list[str]:
     text = "there is no .metadata and no __0.metadata: this is not a DCP checkpoint."
     steps = [(step, name) for name in listing if (step := step_of_name(name)) is not None]
     raise CheckpointNotFoundError(
-        f"{text} It may be a run: name a checkpoint in it, as {max(steps)[1]}." if steps else text
+        f"{text} It may be a run: name a checkpoint in it, such as {max(steps)[1]}." if steps else text
     )
 
 

@@ -85,7 +85,7 @@ def parts_of(
     if not all(map(is_expert, params)):
         raise UnsupportedFormatError(
             f"the optimizer files of {world_size} ranks have a parameter group in {partitions} partitions, and its "
-            "parameters are not experts of deepspeed.moe. Convert it to a universal checkpoint with DeepSpeed's "
+            "parameters are not experts of deepspeed.moe. Convert the checkpoint to a universal one with DeepSpeed's "
             "ds_to_universal.py first."
         )
     size = world_size // partitions

@@ -168,8 +168,8 @@ def _subgroup(index: int, params: Mapping[str, Shape], optims: OptimStates) -> F
 def _pieces(parts: Sequence[tuple[int, FlatPart]]) -> dict[str, list[tuple[int, Any]]]:
     """Return (rank, 1-D tensor) of the weights (under the name "") and of each moment that all ranks have.
 
-    A moment has as many elements as the weights and, at the end, their padding, with which the weights may not be
-    stored. Other 1-D tensors, such as the trust ratio of LAMB, belong to the whole flat vector.
+    A moment has as many elements as the weights, or a few more if the weights are stored without their padding. Other
+    1-D tensors, such as the trust ratio of LAMB, belong to the whole flat vector.
     """
     pieces: dict[str, list[tuple[int, Any]]] = {"": [(rank, flat.weights) for rank, flat in parts]}
     for name in parts[0][1].states:
@@ -266,7 +266,7 @@ def check_saves(
     other = None not in (taken, *steps) and bool(steps) and taken not in steps
     counted = ""
     if other:
-        counted = f"the optimizer has counted {str(steps[0]).removesuffix('.0')} steps, {models.file} {taken}"
+        counted = f"the optimizer has counted {str(steps[0]).removesuffix('.0')} steps, but {models.file} {taken}"
     if wrong and (other or len(wrong) < len(chosen)):
         raise CorruptCheckpointError(
             f"{wrong[0]} are from different saves: the fp32 weights of the former, rounded, are not the weights in the "

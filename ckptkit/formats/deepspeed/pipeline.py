@@ -55,7 +55,7 @@ def _layers(store: Store, files: Sequence[str], options: ReadOptions) -> dict[st
         if int(match[2] or 0) > 0:
             raise UnsupportedFormatError(
                 f"{match[0]}: the layers are split by tensor parallelism, and the files do not say how to join them. "
-                "Convert it to a universal checkpoint with DeepSpeed's ds_to_universal.py first."
+                "Convert the checkpoint to a universal one with DeepSpeed's ds_to_universal.py first."
             )
         if int(match[1]) in found:
             raise CorruptCheckpointError(f"{match[0]} and {found[int(match[1])]} contain the same layer. Keep one.")

@@ -198,7 +198,7 @@ def _refuse_foreign(store: Store, files: Sequence[str]) -> None:
     if len(parallel) > 1:
         raise UnsupportedFormatError(
             f"mp_rank_{parallel[-1]:02d}_model_states.pt is from a job with tensor parallelism, whose files do not say "
-            "how to join the parts of a tensor. Convert it to a universal checkpoint with DeepSpeed's "
+            "how to join the parts of a tensor. Convert the checkpoint to a universal one with DeepSpeed's "
             "ds_to_universal.py first."
         )
 
@@ -206,8 +206,8 @@ def _refuse_foreign(store: Store, files: Sequence[str]) -> None:
 def _experts(store: Store, files: Sequence[str], models: ModelStates, options: ReadOptions) -> dict[str, Joined]:
     if models.values[0].get("ds_autoep_layers"):
         raise UnsupportedFormatError(
-            "the model file has ds_autoep_layers: experts that AutoEP fused. Convert it to a universal checkpoint with "
-            "DeepSpeed's ds_to_universal.py first."
+            "the model file has ds_autoep_layers: experts that AutoEP fused. Convert the checkpoint to a universal one "
+            "with DeepSpeed's ds_to_universal.py first."
         )
     if models.values[0].get("num_experts") or any(map(EXPERT_FILE.fullmatch, files)):
         return read_experts(store, files, models.values[0], options)

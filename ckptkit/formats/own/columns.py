@@ -87,7 +87,9 @@ def unpack(data: bytes | bytearray | memoryview, *, file: str) -> Columns:
         raise CorruptCheckpointError(f"{file}: {len(view)} bytes, too few for a header. It is truncated.")
     (length,) = struct.unpack("<Q", view[:8])
     if length > min(_MAX_HEADER, len(view) - 8):
-        raise CorruptCheckpointError(f"{file}: the header claims {length} bytes of {len(view)}. It is truncated.")
+        raise CorruptCheckpointError(
+            f"{file}: the header claims {length} bytes, but the file has {len(view)}. It is truncated."
+        )
     fields, header = fields_of(bytes(view[8 : 8 + length]), file)
     body = view[8 + length :]
     arrays = {name: _column(name, spec, body, file) for name, spec in fields.items()}

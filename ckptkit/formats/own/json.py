@@ -109,7 +109,11 @@ Check = tuple[str, tuple[type, ...], Callable[[Any], Any] | None]
 
 
 def field_of(body: Mapping[str, Any], name: str, check: Check, file: str) -> Any:
-    """Return a field of a JSON object after checking its type and value. Raises CorruptCheckpointError."""
+    """Return a field of a JSON object.
+
+    Raises:
+        CorruptCheckpointError: The field is missing, or has a wrong type or value.
+    """
     if name not in body:
         raise CorruptCheckpointError(f"{file}: the field {name!r} is missing.")
     value, (expected, types, test) = body[name], check

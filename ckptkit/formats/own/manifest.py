@@ -179,8 +179,12 @@ class Tensors:
     def places(self) -> tuple[Int64, Int64, Int64, Int64]:
         """Return four columns that say where the slices of each tensor are.
 
-        They are: the index of the tensor's first slice, the index after its last slice, the start of its offsets and
-        sizes in the ragged columns (with one more item, the end of the last tensor's), and its number of dimensions.
+        The columns are:
+
+        - [T] the index of the tensor's first slice
+        - [T] the index after its last slice
+        - [T + 1] where its offsets and sizes start in the ragged columns, then the end of those columns
+        - [T] its number of dimensions
         """
         counts = np.diff(self.slice_stop, prepend=0)
         ndims = np.fromiter(map(len, self.shapes), np.int64, len(self.shapes))

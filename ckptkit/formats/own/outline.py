@@ -51,13 +51,13 @@ def outline(nbytes: int, parts: Iterable[Part], read: Callable[[int, int], Itera
 
 
 def spare_fields(spares: Iterable[Spare]) -> dict[str, Any]:
-    """Return the field of `info.extra` that lists `spares`, large records that are not slices. {} if there are none."""
+    """Return the field of `info.extra` that lists `spares` (see `SPARES`), or {} if there are none."""
     rows = [[path, start, nbytes, f"{digest:016x}"] for path, start, nbytes, digest in spares]
     return {SPARES: rows} if rows else {}
 
 
 def spares_of(extra: Mapping[str, Any], prefix: str = "") -> list[Spare]:
-    """Return the spares (large copies of slices) that `info.extra` lists under the key `SPARES`.
+    """Return the records that `info.extra` lists under the key `SPARES`: (path, start, bytes, digest).
 
     Args:
         prefix: Directory to put before each path.

@@ -73,7 +73,7 @@ def read_files(store: Store, paths: Iterable[str], options: ReadOptions = DEFAUL
 
 @dataclass(frozen=True, slots=True)
 class RankFiles:
-    """The files of all ranks that hold the same part of one save.
+    """The files that hold the same part of one save, such as the model: one file per rank.
 
     Attributes:
         template: The file name with "{rank}" in place of the rank, such as "model_rank_{rank}.pt".

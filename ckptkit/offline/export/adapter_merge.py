@@ -90,7 +90,7 @@ class _Step:
         return can_cut and (self.change is None or self.change.by_rows)
 
     def carry_out(self, data: Sequence[Bytes], dtype: str) -> tuple[npt.NDArray[Any], int]:
-        """Cast the changed rows to `dtype`. Return their bits as unsigned integers.
+        """Return the changed rows, cast to `dtype`, as unsigned integers with the same bits.
 
         Also returns how many elements became infinite in the cast.
         """

@@ -266,7 +266,7 @@ def changes_base(config: Mapping[str, Any]) -> str:
 
 
 def _is_tied_token_adapter(name: str, split: AdapterSplit, config: Mapping[str, Any]) -> bool:
-    """Return whether the tensor is a tied head's copy of the embedding's trained rows that PEFT would not store.
+    """Return whether PEFT would not store this tensor: the copy of the embedding's trained rows for a tied head.
 
     PEFT does not store the copy if the config's trainable_token_indices are a plain list, without names of modules.
     """

@@ -12,8 +12,8 @@ from ckptkit.offline.export.base import BaseModel, WantedTensor
 from ckptkit.offline.export.tied import config_ties, tied_pairs
 from ckptkit.units import counted, first_few
 
-# Buffers that old versions of transformers stored, but every version computes on load.
 _LAYER = re.compile(r"(?:.*\.)?(?:layers?|blocks?|h)\.(\d+)\..*")
+# Buffers that old versions of transformers stored, but every version computes on load.
 _COMPUTED = re.compile(r".*(rotary_emb\.inv_freq|rotary_emb\.(cos|sin)_cached|\.attn\.(bias|masked_bias)|position_ids)")
 # One model family's sinusoidal positions, which its save_pretrained omits (_keys_to_ignore_on_save).
 _COMPUTED_BY = {"marian": re.compile(r"model\.(?:encoder|decoder)\.embed_positions\.weight")}

@@ -141,7 +141,7 @@ def _named(
 def _of_tied(
     store: Store, model: Mapping[str, TensorEntry], chosen: Mapping[str, TensorEntry]
 ) -> dict[str, TensorEntry]:
-    """Return the averages of the weights whose average is stored under the other name of a tied weight."""
+    """Return averages for the weights that have none of their own, but are tied to a weight that has one."""
     pairs = dict(tied_pairs({name: entry.shape for name, entry in model.items()}))
     places = {place_of(entry): name for name, entry in model.items() if name in chosen and len(entry.slices)}
     found = {}

@@ -329,7 +329,7 @@ def choose_weights(
 
 
 def with_masters(source: Source, weights: str, dtype: str) -> Source:
-    """Give masters that an optimizer only numbers their FQNs, if an export with these options uses masters."""
+    """Return the source with FQNs for numbered masters, if an export with these options uses masters."""
     if weights not in ("auto", "master") or (weights == "auto" and dtype == "keep"):
         return source
     catalog = source.catalog

@@ -356,7 +356,7 @@ class Cuts:
         tp_plan: The dimensions that tensor parallelism splits. None uses the source's placements or config.json.
 
     Raises:
-        UsageError: The mesh has a tp dimension, and neither `tp_plan` nor the source says which tensors it splits.
+        UsageError: The mesh has a tp dimension, and neither `tp_plan` nor the source says which tensors to split.
     """
 
     def __init__(self, catalog: Catalog, mesh: TargetMesh, *, tp_plan: TPPlan | None = None) -> None:
