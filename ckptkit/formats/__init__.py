@@ -9,6 +9,6 @@ Any reader may raise these errors, so most docstrings do not list them. The mess
 - CorruptCheckpointError: Files are damaged, or contradict each other.
 - UnsafePickleError, UnsafePathError: A pickle or a file name is hostile.
 - UnsupportedFormatError: Something in the files can't be read without loss.
-- CheckpointMismatchError: Two tensors have the same name.
+- CheckpointMismatchError: Two tensors get the same name when the prefixes of wrappers are removed.
 - MissingExtraError: A package is not installed, such as the one that decompresses zstd.
 """

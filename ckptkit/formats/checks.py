@@ -185,6 +185,9 @@ class Verifier:
         """Take back the digest that `begin` returned, to which the caller has added the record's bytes up to `stop`.
 
         `stop` must lie inside the record.
+
+        Raises:
+            IntegrityError: All bytes of the record have been read, and they differ from the digest.
         """
         table, first, value = self._table, run[0], run[1].intdigest()
         algorithm, expected = NAMES[int(table.algorithms[record])], int(table.values[record])

@@ -421,7 +421,7 @@ def _unknown(place: Candidate, url: str) -> CkptkitError:
 
 
 def _resolve(place: Candidate, url: str, depth: int) -> _Found | None:
-    """Choose the checkpoint to open for a directory.
+    """Choose the checkpoint to open for a directory. Returns None if there is none.
 
     Tries, in this order: the directory itself, its newest step, a model in the directory, the target of a pointer file,
     the only checkpoint among the children, and files with names of any form.
@@ -441,7 +441,7 @@ def _resolve(place: Candidate, url: str, depth: int) -> _Found | None:
 
 
 def _enter(place: Candidate, url: str, name: str, depth: int) -> _Found | None:
-    """Choose the checkpoint to open for the subdirectory `name`."""
+    """Choose the checkpoint to open for the subdirectory `name`, as `_resolve` does."""
     return _resolve(Candidate(place.store.child(name)), f"{url}/{name}", depth + 1)
 
 
@@ -519,7 +519,10 @@ def pointers(place: Candidate) -> list[tuple[str, str]]:
 
 
 def _member(place: Candidate, url: str, depth: int) -> _Found | None:
-    """If a step's directory has one subdirectory per model, choose a model. The actor is preferred to the critic."""
+    """Choose a model if a step's directory has one subdirectory per model, otherwise return None.
+
+    The actor is preferred to the critic.
+    """
     there = [name for name in _MEMBERS if name in place.directories]
     for name in there:
         found = _enter(place, url, name, depth)
@@ -530,7 +533,10 @@ def _member(place: Candidate, url: str, depth: int) -> _Found | None:
 
 
 def _pointed_at(place: Candidate, url: str, depth: int) -> _Found | None:
-    """Choose the directory that a pointer file names. Called only if no step directory and no model was found."""
+    """Choose the directory that a pointer file names, or return None if it is not a checkpoint.
+
+    Called only if no step directory and no model was found.
+    """
     for pointer, target in pointers(place):
         found = _enter(place, url, target, depth) if target in place.directories else None
         if found is not None:
@@ -539,7 +545,11 @@ def _pointed_at(place: Candidate, url: str, depth: int) -> _Found | None:
 
 
 def _only_child(place: Candidate, url: str, depth: int) -> _Found | None:
-    """Choose the newest numbered file, or the only subdirectory that is a checkpoint."""
+    """Choose the newest numbered file, or the only subdirectory that is a checkpoint. Returns None if there is neither.
+
+    Raises:
+        CheckpointNotFoundError: Several subdirectories of the directory that the user named are checkpoints.
+    """
     files = _numbered_files(place)
     if files:
         among = "the only numbered file" if len(files) == 1 else f"the newest of {len(files)} files"

@@ -177,6 +177,10 @@ class SourceReader:
 
         Neighbouring ranges of a local file are read in one call if they are given in file order. Reads of a remote
         store are batched.
+
+        Raises:
+            IncompleteCheckpointError: A file is missing or truncated.
+            IntegrityError: Bytes differ from their digest.
         """
         nbytes = 0
         for item in ranges:
@@ -300,7 +304,12 @@ class SourceReader:
         )
 
     def read_box(self, where: EntryMap, box: Box, out: Bytes) -> None:
-        """Fill `out` with the row-major bytes of a tensor's region, in the dtype of the stored tensor."""
+        """Fill `out` with the row-major bytes of a tensor's region, in the dtype of the stored tensor.
+
+        Raises:
+            IncompleteCheckpointError: The tensor's slices do not cover the region, or a file is missing or truncated.
+            IntegrityError: Bytes differ from their digest.
+        """
         itemsize = dtype_of(where.entry.dtype).itemsize
         offsets, sizes = (np.array([row], np.int64).reshape(1, box.ndim) for row in (box.offsets, box.sizes))
         found = pieces(where.entry.slices, offsets, sizes, itemsize)

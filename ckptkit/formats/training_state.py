@@ -423,7 +423,7 @@ def _value_state(entry: ObjectEntry, value: Any) -> SavedState[ObjectEntry] | No
 
 
 def _place(key: Path) -> tuple[str, Path] | None:
-    """Return the parameter and the path of its state (see `state_place`), without bitsandbytes' additional dict key."""
+    """Return what `state_place` returns, but without the dict key that bitsandbytes adds to the path."""
     place = state_place(key)
     if place is None or place[1][0] != _BITSANDBYTES:
         return place
@@ -706,7 +706,10 @@ def _integers(values: Any) -> np.ndarray[Any, Any]:
 
 
 def saved_step(store: Store, catalog: Catalog) -> int | None:
-    """Return the step from the catalog's info, or from a saved integer under a usual key for steps (`STEPS`)."""
+    """Return the step from the catalog's info, or from a saved integer under a usual key for steps (`STEPS`).
+
+    Returns None if neither contains a step.
+    """
     if catalog.info.step is not None:
         return catalog.info.step
     homes = {entry.key[:-2] for entry in catalog.tensors.values() if entry.role is Role.MODEL}

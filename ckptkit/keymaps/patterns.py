@@ -84,9 +84,12 @@ def compile_regex(text: str) -> regex.Pattern[str]:
 
 
 def fullmatch(pattern: regex.Pattern[str], name: str) -> regex.Match[str] | None:
-    """Match the whole name. Raises UsageError if the match takes more than a second (catastrophic backtracking).
+    """Match the whole name. Returns None if it does not match.
 
     Uses the package `regex`, because `re` has no timeout.
+
+    Raises:
+        UsageError: The match takes more than a second (catastrophic backtracking).
     """
     try:
         return pattern.fullmatch(name, timeout=_TIMEOUT_S)
@@ -106,7 +109,11 @@ _MAX_NAME = 1 << 16  # without a limit, a few rules that each double a name coul
 
 
 def render(template: str, bound: Mapping[str, str]) -> str:
-    """Fill in a template's placeholders. Raises UsageError if `bound` has no value for a placeholder."""
+    """Fill in a template's placeholders.
+
+    Raises:
+        UsageError: `bound` has no value for a placeholder, or the result is too long.
+    """
     text = ""
     for literal, name in _parts(template):
         text += literal

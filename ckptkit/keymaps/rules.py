@@ -390,7 +390,7 @@ def dim_of(target: Target, dim: int, verb: str) -> int:
 
 
 def check_alike(to: str, pieces: Sequence[Target], dim: int | None) -> None:
-    """Check that the pieces have equal dtypes, and equal shapes except along `dim`."""
+    """Check that the pieces have equal dtypes, and equal shapes except along `dim`. Raises CheckpointMismatchError."""
     first = pieces[0]
 
     def rest(target: Target) -> tuple[int, ...]:

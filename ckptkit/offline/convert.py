@@ -293,7 +293,7 @@ def _serving(export: HFExport, options: ExportOptions, dst: str) -> str:
 
 
 def key_map_of(named: NameMap | str | None) -> NameMap | None:
-    """Return the key map that an option names."""
+    """Return the key map that an option names, or None if the option is not set."""
     if named is None:
         return None
     from ckptkit.keymaps.named import resolve_key_map
@@ -305,7 +305,11 @@ def key_map_of(named: NameMap | str | None) -> NameMap | None:
 def choose(
     source: Source, to: Format, options: ExportOptions, base: str | None, storage_options: Mapping[str, Any] | None
 ) -> HFExport:
-    """Return the planned contents of the result: tensors under their new names, and small files."""
+    """Return the planned contents of the result: tensors under their new names, and small files.
+
+    Raises:
+        UsageError: An option cannot be combined with the format `to`, or contradicts the checkpoint.
+    """
     known = own = None
     if base is not None:
         if source.joined:  # the source includes the base model's weights

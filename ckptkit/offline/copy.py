@@ -463,7 +463,7 @@ def _plan(what: _Contents, inline: Sequence[Check], file_name: str) -> Plan:
 
 
 def _slices(path: str, size: int, digests: Sequence[Digest]) -> SliceArray:
-    """Return a file as slices: one slice for each range with a digest, and one slice for each gap in between."""
+    """Return a file as slices: one slice for each range with a digest, and one for each range without a digest."""
     rows: list[tuple[int, int, int, int]] = []  # start, size in bytes, digest, number of bytes that the digest covers
     at = 0
     for digest in digests:
@@ -569,7 +569,10 @@ def _damaged(
 
 
 def _part(progress: Progress | None, before: int, total: int) -> Progress | None:
-    """Return a callback that turns the progress of one checkpoint into progress of the whole run."""
+    """Return a callback that turns the progress of one checkpoint into progress of the whole run.
+
+    Returns None if `progress` is None.
+    """
     if progress is None:
         return None
     return lambda done, _, what: progress(min(before + done, total), total, what)

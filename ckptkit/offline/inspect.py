@@ -227,7 +227,10 @@ def _tensor(entry: TensorEntry, *, slices: bool) -> TensorInfo:
 
 
 def _tree(name: str, entries: list[tuple[list[str], int, int]], depth: int, at: int = 0) -> TreeNode | None:
-    """Return the node of a module. Each entry is (name components, elements, bytes) of one of its tensors."""
+    """Return the node of a module, or None if `entries` is empty.
+
+    Each entry is (name components, elements, bytes) of one of the module's tensors.
+    """
     if not entries:
         return None
     groups: dict[str, list[tuple[list[str], int, int]]] = {}

@@ -60,7 +60,11 @@ class VocabSize:
 
     @classmethod
     def of(cls, rows: int | None, new_rows: NewRows | None, *, dry: bool) -> VocabSize | None:
-        """Return the user's options as one value. Returns None if the vocabulary's size does not change."""
+        """Return the user's options as one value. Returns None if the vocabulary's size does not change.
+
+        Raises:
+            UsageError: `rows` is not a positive integer, `new_rows` is unknown, or only `new_rows` is given.
+        """
         if rows is None:
             if new_rows is not None:
                 raise UsageError("--new-rows sets the values of the rows that --vocab-size adds. Give both options.")
@@ -82,7 +86,8 @@ def resize(
 ) -> tuple[dict[str, OutputTensor], Mapping[str, Any] | None, tuple[str, ...]]:
     """Give the embedding and the head `size.rows` rows. Return all tensors of the model, the changed config, and notes.
 
-    Reads the embedding and the head if new rows are the mean of the old rows.
+    Reads the embedding and the head if new rows are the mean of the old rows. Returns None as config if `config` is
+    None.
 
     Args:
         files: Contents of the model's small files, by name. Every token of the tokenizer must still have a row.
@@ -361,7 +366,9 @@ def _stated(config: Any, depth: int = 0) -> Iterator[int]:
 def _resized_config(
     config: Mapping[str, Any] | None, old: int, new: int
 ) -> tuple[Mapping[str, Any] | None, tuple[str, ...]]:
-    """Return the config with vocab_size changed from `old` to `new`, and notes on the changes.
+    """Return the config with vocab_size changed to `new`, and notes on the change. None if there is no config.
+
+    If there are several values, only `old`, the number of rows, is changed.
 
     Raises:
         CheckpointMismatchError: The config has several values of vocab_size, and none is the number of rows.

@@ -126,12 +126,15 @@ def batches(rows: Int64, nbytes: Int64, most: int) -> Iterator[Int64]:
 
 
 def raise_with_tensor(error: OSError | CkptkitError, names: Mapping[str, str]) -> None:
-    """Re-raise an error about a missing or short file, with the name of a tensor in that file added to the message.
+    """Raise an error about a missing or short file again, with the name of a tensor in that file in the message.
 
     Returns without raising if no tensor in the file is known, or if the message already names the tensor.
 
     Args:
         names: Path of a file -> name of a tensor in that file.
+
+    Raises:
+        IncompleteCheckpointError: The error, with the name of the tensor.
     """
     path = next((path for path in sorted(names, key=len, reverse=True) if path in str(error)), None)
     if path is not None and repr(names[path]) not in str(error):

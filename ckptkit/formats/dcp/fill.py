@@ -140,7 +140,11 @@ class Filler:
                 self.add(entry, part.box, local if is_all else part_of(local, part.local_offsets, part.box.sizes))
 
     def add_whole(self, catalog: Catalog, name: str) -> torch.Tensor:
-        """Schedule reads of a full tensor into new CPU memory, and return the new tensor."""
+        """Schedule reads of a full tensor into new CPU memory, and return the new tensor.
+
+        Raises:
+            IncompleteCheckpointError: The catalog has no tensor `name`.
+        """
         entry = catalog.tensors.get(name)
         if entry is None:
             raise IncompleteCheckpointError(
@@ -163,7 +167,11 @@ class Filler:
         return self._planned
 
     def check_sizes(self) -> None:
-        """Check that each file exists and is large enough for the scheduled reads. Reads no data."""
+        """Check that each file exists and is large enough for the scheduled reads. Reads no data.
+
+        Raises:
+            IncompleteCheckpointError: A file is missing or truncated. The message names the file and a tensor.
+        """
         for path, (stop, name) in self._last().items():
             found = self.store.info(path)
             if found is None:

@@ -132,7 +132,7 @@ def hidden_ones(tensors: Mapping[Any, Any]) -> dict[Any, str]:
 
 
 def expanded_ones(tensors: Mapping[Any, Any]) -> dict[Any, str]:
-    """Return, by key, the tensors whose elements share memory, each as the reason why torch can't write to it."""
+    """Return, by key, why torch can't write to a tensor, for each tensor whose elements share memory."""
     why = "is an expanded view, whose elements share memory: copy it with .clone()"
     return {
         key: why

@@ -320,7 +320,10 @@ class _Locator:
                     left = left[~same]
 
     def _alone(self, row: int, front: bytes, tail: bytes) -> Frame | None:
-        """Locate an item by parsing its zip. Return the `Frame` that other items are compared with (see `Frame.of`)."""
+        """Locate an item by parsing its zip.
+
+        Returns the `Frame` that other items are compared with, or None if there is none (see `Frame.of`).
+        """
         path, start, length = self._path(row), int(self.items.places[row]), int(self.items.lengths[row])
         label, tensor = self._label(row), self._tensor(row)
         try:

@@ -188,6 +188,7 @@ def add_class(filler: Filler, catalog: Catalog, name: str, value: Any) -> bool:
     Raises:
         CheckpointMismatchError: The checkpoint has a different class or different settings, or its shards split a block
             of elements that share a scale.
+        CorruptCheckpointError: The checkpoint lacks an inner tensor.
     """
     if not isinstance(value, torch.Tensor) or (name in catalog.objects and name not in catalog.tensors):
         return False

@@ -452,7 +452,8 @@ class DCPWriter(StorageWriter):
 class _Resolved(Sequence[torch.Tensor]):
     """The tensors for a list of write items.
 
-    Each tensor is resolved only when it is written, because a planner may allocate memory to resolve a tensor.
+    Each tensor is resolved only when it is written, because a planner may allocate memory to resolve a tensor. With
+    torch's default planner, which returns views, `whole_record` resolves the tensor earlier.
     """
 
     def __init__(self, planner: SavePlanner) -> None:

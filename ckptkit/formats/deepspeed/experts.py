@@ -79,6 +79,7 @@ def parts_of(
 
     Raises:
         UnsupportedFormatError: The group has fewer partitions than there are ranks, and its parameters are not experts.
+        CorruptCheckpointError: The numbers of ranks, partitions and experts contradict each other.
     """
     if partitions == world_size:
         return [Partition(range(world_size))]

@@ -302,7 +302,7 @@ def _compared(
 
 
 def _number(store: Store, value: Any) -> float | None:
-    """Return a step count, which may be a tensor."""
+    """Return a step count as a number, or None if `value` is neither a number nor a tensor with one number."""
     if isinstance(value, StoredTensor) and value.numel == 1 and value.dtype in ("float32", "int64", "int32"):
         entry = Joined(value.dtype, value.shape, SliceArray.of([value.slice()], len(value.shape))).entry("", Role.OTHER)
         return float(read_box(store, entry, Box.whole(value.shape)).view(value.dtype).item())

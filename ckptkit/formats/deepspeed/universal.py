@@ -35,6 +35,7 @@ def open_catalog(store: Store, *, options: ReadOptions = DEFAULTS) -> Catalog:
 
     Raises:
         UnsupportedFormatError: A parameter was padded or split in a way that only a live model can undo.
+        IncompleteCheckpointError: A parameter's files are missing.
     """
     models = read_model_states(store, file_names(store.list()), options)
     shapes = {name: shape for group in models.param_shapes for name, shape in group.items()}

@@ -235,7 +235,11 @@ class FileLayout:
 
 
 def encode_names(text: str, names: Iterable[str]) -> bytes:
-    """Encode a header's JSON `text` as UTF-8."""
+    """Encode a header's JSON `text`, which contains the tensors' `names`, as UTF-8.
+
+    Raises:
+        UnsupportedFormatError: A name is not valid Unicode.
+    """
     try:
         return text.encode()
     except UnicodeEncodeError as error:

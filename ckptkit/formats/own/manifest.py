@@ -266,7 +266,12 @@ class Manifest:
     # --- conversion from and to bytes
 
     def to_bytes(self) -> bytes:
-        """Return the bytes of `manifest.safetensors`. Raises UsageError if a value in `info.extra` is not JSON."""
+        """Return the bytes of `manifest.safetensors`.
+
+        Raises:
+            UsageError: A value in `info.extra` is not JSON.
+            UnsupportedFormatError: A tensor's name does not contain its FQN.
+        """
         tensors, slices, info = self.tensors, self.slices, self.info
         dtypes, dtype_rows = _distinct(tensors.dtypes)
         states, state_rows = _distinct(tensors.states)

@@ -80,6 +80,11 @@ def read_object(
     Args:
         tensor: Converts the array of each tensor, for example to a torch tensor. By default, arrays stay arrays.
         allow_pickle: Keep instances of classes that are not on the allow-list as `Inert`. If False, raise an error.
+
+        Raises:
+            UnsafePickleError: The entry has an instance of a class that is not on the allow-list.
+            UnsupportedFormatError: The entry is too large, or part of it can't be read without loss.
+            CorruptCheckpointError: The bytes are damaged.
     """
     label = f"{entry.path} ({entry.name})" if entry.path and entry.name else entry.path or entry.name
 

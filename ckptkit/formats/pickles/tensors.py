@@ -101,7 +101,11 @@ class StoredTensor(Stub):
         return _extent(self.shape, self.strides) * self.itemsize
 
     def same_storage(self, other: StoredTensor) -> bool:
-        """Return whether the storages of two tensors have the same bytes, judging by their CRC-32s."""
+        """Return whether the storages of two tensors have the same bytes, judging by their CRC-32s.
+
+        Raises:
+            UnsupportedFormatError: A file has no CRC-32s.
+        """
         if self.storage.nbytes != other.storage.nbytes:
             return False
         for tensor in (self, other):

@@ -16,7 +16,11 @@ _MAX_DIMS = 32
 
 
 def numpy_dtype(name: Any, order: Any = "=") -> np.dtype[Any]:
-    """Return the numpy dtype with this name, for numbers or strings. `order` is ">" for big-endian bytes."""
+    """Return the numpy dtype with this name. `order` is ">" for big-endian bytes.
+
+    Raises:
+        UnsupportedFormatError: The dtype is not one of numbers or strings.
+    """
     if not isinstance(name, str) or not _NUMPY_DTYPE.fullmatch(name):
         raise UnsupportedFormatError(f"holds a numpy array of dtype {name!r:.60}, which is not supported.")
     found: np.dtype[Any] = np.dtype(name)
@@ -36,14 +40,14 @@ def check_array(shape: Any, dtype: np.dtype[Any], raw: Any) -> None:
 
 
 def numpy_array(shape: Any, dtype: np.dtype[Any], fortran: Any, raw: Any) -> np.ndarray[Any, Any]:
-    """Return a writable array whose memory is a copy of `raw`."""
+    """Return a writable array whose memory is a copy of `raw`. Raises ValueError as `check_array` does."""
     check_array(shape, dtype, raw)
     made: np.ndarray[Any, Any] = np.frombuffer(bytearray(raw), dtype).reshape(shape, order="F" if fortran else "C")
     return made
 
 
 def numpy_scalar(dtype: np.dtype[Any], raw: Any) -> Any:
-    """Return the number or string that the bytes `raw` represent."""
+    """Return the number or string that the bytes `raw` represent. Raises ValueError if `raw` has a wrong length."""
     if not isinstance(raw, bytes) or len(raw) != dtype.itemsize:
         raise ValueError("a numpy scalar's data do not fit its dtype")
     return np.frombuffer(raw, dtype)[0] if raw else np.zeros((), dtype)[()]

@@ -100,7 +100,13 @@ def load_prefix(
 
 
 def guarded(file: str, run: Callable[[], Any]) -> Any:
-    """Return the result of `run`. If the pickle is malformed, raise a CkptkitError that names `file`."""
+    """Return the result of `run`. Every error names `file`.
+
+    Raises:
+        CorruptCheckpointError: The pickle is malformed.
+        LoadError: There is not enough memory.
+        CkptkitError: `run` raised this error.
+    """
     try:
         return run()
     except CkptkitError as error:

@@ -74,7 +74,13 @@ def read_archive(
 
 
 def file_size(store: Store, path: str) -> int:
-    """Return the size of a file or of the target of a symlink. The store checks where the symlink points."""
+    """Return the size of a file or of the target of a symlink.
+
+    Raises:
+        FileNotFoundError: `path` does not exist.
+        CorruptCheckpointError: `path` is neither a file nor a symlink.
+        UnsafePathError: The symlink leads out of the store.
+    """
     info = store.info(path)
     if info is None:
         raise FileNotFoundError(f"{path} does not exist")

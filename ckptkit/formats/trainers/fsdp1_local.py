@@ -114,6 +114,12 @@ def parse_layout(content: Any, where: str) -> dict[str, Unit]:
 
     A layout maps each unit's name to {"fqns", "shapes"[, "numels", "pad_mask"]}. `fqns` are relative to the unit.
     `numels` and `pad_mask` describe padding between parameters.
+
+    Args:
+        where: Name of the layout's file, for the error message.
+
+    Raises:
+        UsageError: The layout has another form.
     """
     found = {}
     for unit, body in content.items() if isinstance(content, dict) else [("", content)]:

@@ -24,7 +24,7 @@ _OBJECTS = {"common": "common.pt", "modelopt_state": "modelopt_state.pt"}
 
 
 def is_megatron(store: Store) -> bool:
-    """Return whether metadata.json at the store's root is Megatron's, perhaps damaged."""
+    """Return whether metadata.json at the store's root is Megatron's, even if the file is damaged."""
     try:
         return b'"sharded_backend"' in store.read(METADATA, 0, _MAX_BYTES)
     except FileNotFoundError:

@@ -54,7 +54,8 @@ def assembled(store: Store, parts: Sequence[Catalog], info: CatalogInfo, files: 
     """Return the catalog of a checkpoint that consists of several parts and of files at the store's root.
 
     Args:
-        info: The info of the whole checkpoint. Missing fields are taken from the parts.
+        info: The info of the whole checkpoint. Missing fields are taken from the parts. Files, notes and `extra` are
+            combined with those of the parts.
         files: Files of additional objects, such as a scheduler, by the object's name. Missing files are left out.
 
     Raises:

@@ -96,7 +96,7 @@ def _rank_files(store: Store, files: Sequence[str]) -> list[RankFiles]:
 
 
 def _of_model(groups: Sequence[RankFiles]) -> RankFiles | None:
-    """Return the files of the model. If their names contain steps, returns those of the latest step."""
+    """Return the files of the model, or None if there are none. If names contain steps, the latest step is chosen."""
     groups_by_name = {one.template: one for one in groups}
     named = [name for name in groups_by_name if "model" in name.lower()] or may_hold_model(groups_by_name)
     steps = ordered(named)
@@ -124,6 +124,7 @@ def open_catalog(store: Store, *, options: ReadOptions = DEFAULTS) -> Catalog:
     Each file is a state dict, or a dict that contains the state dict of the model and, optionally, of the optimizer.
 
     Raises:
+        CheckpointNotFoundError: There are no rank files.
         IncompleteCheckpointError: A rank's file is missing. The message names the file.
     """
     sizes = sizes_in(store)
@@ -196,7 +197,7 @@ def _of_all_ranks(
 
 
 def _of_optimizer(groups: Sequence[RankFiles], of_model: RankFiles) -> RankFiles | None:
-    """Return the optimizer's files if the same ranks wrote them in the same step."""
+    """Return the optimizer's files if the same ranks wrote them in the same step, otherwise None."""
     found = [one for one in groups if one != of_model and "optim" in one.template.lower()]
     one = next((one for one in found if one.step == of_model.step), None)
     return one if one is not None and one.names.keys() == of_model.names.keys() else None

@@ -167,6 +167,8 @@ def join_model(state_dicts: Sequence[Any], *, what: str, where: str = "") -> Ran
     Raises:
         UnsupportedFormatError: Plain tensors differ between the ranks, and the files do not say how to join the
             tensors.
+        CorruptCheckpointError: A rank's value is not a state dict, or the ranks' tensors contradict each other.
+        IncompleteCheckpointError: The parts do not cover a tensor.
     """
     for rank, value in enumerate(state_dicts):
         if not isinstance(value, dict) or not any(map(is_tensor, value.values())):

@@ -94,7 +94,7 @@ class BoxDigest:
         self._at, self._state = start, new_hasher()
 
     def take(self, data: Bytes) -> bool:
-        """Add the next bytes, and return whether the box is complete."""
+        """Add the next bytes. When the box is complete, record its digest and return True."""
         self._state.update(data.data)
         self._at += len(data)
         if self._at < self._end:

@@ -174,7 +174,8 @@ def adapter_config(given: Mapping[str, Any] | None, split: AdapterSplit, *, base
     """Return the given adapter_config.json, after comparing it with the tensors. Values are never guessed.
 
     Raises:
-        UsageError: There is no config, or the config lacks lora_alpha.
+        UsageError: There is no config, or its lora_alpha is missing or not positive.
+        UnsupportedFormatError: The config is of another kind of adapter.
         CheckpointMismatchError: The LoRA rank in the config differs from the LoRA rank of the tensors.
     """
     ranks = sorted({_rank(pair) for pair in split.pairs.values()})
@@ -314,7 +315,11 @@ def is_of_parameter(config: Mapping[str, Any], module: str) -> bool:
 
 
 def scaling(config: Mapping[str, Any], module: str) -> float:
-    """Return the scale of B @ A: alpha / r, or alpha / sqrt(r) with rslora. Patterns may override alpha and r."""
+    """Return the scale of B @ A: alpha / r, or alpha / sqrt(r) with rslora. Patterns may override alpha and r.
+
+    Raises:
+        CorruptCheckpointError: alpha or r is not a finite number, or r is not positive.
+    """
     rank = _by_pattern(config.get("rank_pattern"), module, config.get("r"))
     alpha = _by_pattern(config.get("alpha_pattern"), module, config.get("lora_alpha"))
     if not all(isinstance(n, (int, float)) and math.isfinite(n) for n in (rank, alpha)) or rank <= 0:

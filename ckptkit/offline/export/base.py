@@ -80,7 +80,10 @@ class BaseModel:
         )
 
     def config_of_adapter(self, name: str) -> Mapping[str, Any] | None:
-        """Return the config of one of several adapters. An adapter without a folder of its own has `adapter_config`."""
+        """Return the config of one of several adapters, or None if it has none.
+
+        An adapter without a folder of its own has `adapter_config`.
+        """
         path = f"{name}/adapter_config.json"
         return _json_object(self.folders[path], path) if path in self.folders else self.adapter_config
 
@@ -296,7 +299,8 @@ def _read_regular(store: Store, path: str, notes: list[str], limit: int = _MAX_B
 def _adapter_config(store: Store, notes: list[str]) -> dict[str, Any] | None:
     """Return PEFT's config from the checkpoint, from verl's lora_adapter/ or from the parent directory.
 
-    If no config exists, return the values that verl recorded (rank, alpha, task).
+    A directory without a config may have the values that verl recorded (rank, alpha, task). They are returned instead.
+    Returns None if no directory has either.
     """
     places = [(store, ""), (store, "lora_adapter/")]
     if is_directory(store):

@@ -246,7 +246,10 @@ def _formula(weight: Target, scale: Target, blocks: Any, dtype: str) -> tuple[fo
 
 
 def _block_size(weight: Target, scale: Target, blocks: Any, rows: int, columns: int) -> tuple[int, int] | None:
-    """Return the config's block size if the scales match it. Otherwise, derive a block size from the shapes."""
+    """Return the config's block size if the scales match it. Otherwise, derive a block size from the shapes.
+
+    Returns None if no block size fits the shapes.
+    """
     if len(scale.shape) != len(weight.shape) or len(weight.shape) < 2 or not scale.numel:
         return None
     down, across = scale.shape[-2:]

@@ -159,6 +159,9 @@ def integers(
         by_rows: Whether scales have one row per row of the weight.
         packed: Whether integers are packed along rows. Otherwise, each integer takes a byte.
         packed_zero: Whether zero points are packed along columns. Otherwise, each zero point takes a byte.
+
+        Raises:
+            UnsupportedFormatError: The stored shape differs from `shape`.
     """
     if has_shape and tuple(inputs[-1].numbers().tolist()) != shape:
         raise UnsupportedFormatError(

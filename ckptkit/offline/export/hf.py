@@ -378,7 +378,8 @@ def _in_torchao_layout(draft: _Draft, tensors: dict[str, OutputTensor]) -> dict[
 def _dequantized(draft: _Draft) -> Dequantized | None:
     """Replace the draft's quantized weights with dequantized ones, unless the dtype is "keep".
 
-    Weights whose lower bits flashoptim stores in separate tensors are replaced with exact weights.
+    Weights whose lower bits flashoptim stores in separate tensors are replaced with exact weights. Returns None if
+    there is nothing to replace.
     """
     dtype = draft.options.dtype if draft.options.dtype != "keep" else draft.options.dequantize
     if not draft.lower_bits and (dtype == "keep" or not _quantized(draft)):
@@ -412,7 +413,7 @@ def _quantized(draft: _Draft) -> bool:
 
 
 def _model_type(config: Mapping[str, Any] | None) -> str | None:
-    """Return the config's model type. For a multimodal model, return the type of the text model."""
+    """Return the config's model type (for a multimodal model, that of the text model), or None if unknown."""
     config = config or {}
     text = config.get("text_config")
     found = (text if isinstance(text, Mapping) else config).get("model_type") or config.get("model_type")

@@ -287,6 +287,10 @@ def choose_weights(
     "auto" means the model's weights, with two exceptions. It means the masters if there are only masters, or if `dtype`
     casts weights that were rounded from masters. If masters are exported, buffers and frozen parameters come from the
     model, because they have no masters.
+
+    Raises:
+        CheckpointNotFoundError: The checkpoint does not contain the requested weights.
+        CheckpointMismatchError: Names or shapes of the masters, or of the EMA, do not match the model's weights.
     """
     if weights == "ema":
         from ckptkit.offline.export.ema import averaged

@@ -181,6 +181,10 @@ def own_state(store: Store, catalog: Catalog, *, step: int, sharded: bool) -> Ow
 
     Args:
         sharded: Whether the result is a DCP checkpoint.
+
+    Raises:
+        UnsupportedFormatError: A tensor can be read only by its Python class.
+        UsageError: The source contains several models.
     """
     is_foreign = _is_foreign_dcp(catalog)
     as_it_is = sharded and is_foreign and not recipes_of(catalog)
