@@ -30,7 +30,7 @@ def is_cast(source: str, target: str) -> bool:
     """Return whether the dtypes differ, so that the elements must be cast.
 
     Raises:
-        UnsupportedFormatError: One of the two dtypes is not float64, float32, float16 or bfloat16.
+        UnsupportedFormatError: The dtypes differ, and one of them is not float64, float32, float16 or bfloat16.
     """
     if source == target:
         return False

@@ -368,7 +368,7 @@ def same_by_record(first: TensorEntry, second: TensorEntry) -> bool | None:
 
     Returns True if both tensors consist of the same byte ranges of the same files. Also returns True if all boxes and
     digests are equal, and the digest is strong enough to prove equality. Returns False if the boxes are equal but a
-    digest differs. Returns None in all other cases.
+    digest differs. Returns None in all other cases, and for tensors of more than 4,096 slices.
     """
     if (first.dtype, first.shape) != (second.dtype, second.shape):
         return None

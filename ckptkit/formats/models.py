@@ -49,7 +49,7 @@ def model_names(entries: Iterable[TensorEntry]) -> list[str]:
 
 
 def numbered(catalog: Catalog, index: int) -> Catalog:
-    """Rename the entries of one of several models, or of its optimizer, so that the catalogs can be merged.
+    """Return the catalog of one of several models, or of its optimizer, with names that only this model has.
 
     The entries of the first model (0) keep their names. The names of other entries get the prefix `model_<index>.` or
     `optimizer_<index>.`, and the FQNs of tensors get the prefix `model_<index>.`. The parameter names in an optimizer's
@@ -109,7 +109,10 @@ def masters_of(catalog: Catalog) -> dict[str, TensorEntry]:
 
 
 def place_of(entry: TensorEntry) -> tuple[tuple[str, int, int], ...]:
-    """Return where a tensor is stored: (path, start, bytes) of each slice. Tied weights may have the same place."""
+    """Return where a tensor is stored: (path, start, bytes) of each slice. Tied weights may have the same place.
+
+    If there are more than 4,096 slices, returns a place that no other tensor has.
+    """
     slices = entry.slices
     if len(slices) > 4096:
         return ((entry.name, -1, len(slices)),)

@@ -93,7 +93,10 @@ def _open_directory(store: Store, names: Sequence[str], options: ReadOptions) ->
 
 
 def torch_files(store: Store, names: Iterable[str]) -> list[str]:
-    """Return the torch.save files. Files that end in .bin must also begin like a file of torch.save."""
+    """Return the torch.save files. Files that end in .bin must also begin like a file of torch.save.
+
+    If many files end in .bin, only those with the usual names of models are returned. The others must be data.
+    """
     found = [name for name in names if name.endswith(TORCH_ENDINGS)]
     if sum(name.endswith(".bin") for name in found) > _MAX_BIN:  # so many files with unusual names must be data
         found = [name for name in found if not name.endswith(".bin") or name in MODEL_FILES]

@@ -42,6 +42,8 @@ def _common_front(names: Collection[str]) -> str | None:
 def strip_prefix(names: Iterable[str], prefix: str) -> dict[str, str]:
     """Return a mapping from each name that starts with `prefix` and a "." to the rest of that name.
 
+    If `prefix` is empty, each name is mapped to itself.
+
     Raises:
         CheckpointMismatchError: Two names would become equal.
         UsageError: No name has the prefix.

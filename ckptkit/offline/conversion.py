@@ -80,7 +80,7 @@ class ConvertReport:
     serving: str = ""
 
     def lines(self) -> list[str]:
-        """Return the lines for a terminal: the notes, a summary, and a line on what was checked."""
+        """Return the lines for a terminal: notes, warnings, a summary, and a line on what was checked."""
         rate = format_size(int(self.nbytes / self.seconds)) if self.seconds else "0 B"
         done = (
             f"{self.opened} ({self.format}) -> {self.dst} ({self.to}) · {counted(self.tensors, 'tensor')} · "
@@ -95,7 +95,7 @@ class ConvertReport:
         return "proved: " + "; ".join(self.proved)
 
     def plan_lines(self) -> list[str]:
-        """Return the lines for --dry-run: each tensor's sources and target, then unused and missing tensors."""
+        """Return the lines for --dry-run: the plan, notes, the errors that a real run would raise, and a summary."""
         return [
             f"{self.opened} ({self.format}) -> {self.dst} ({self.to})",
             *self.plan.lines(),
@@ -242,7 +242,7 @@ def carry_out(
         masters_of: The source tensors to compare with their fp32 master weights. None means all tensors.
         look: A callback that checks the written files. It raises if the files are wrong, and returns a phrase that says
             what was checked.
-        sealing: A callback that turns the written files into a committed ckptkit checkpoint.
+        sealing: The fields of the manifest and the commit record, if the result is a ckptkit checkpoint.
     """
 
     def copy(session: Session) -> CopyReport:

@@ -352,7 +352,7 @@ def choose(
 def _lay_out(source: Source, export: HFExport, place: OutputPlace, output: Output) -> tuple[Laid, Seal | None]:
     """Assign the tensors to files of the target format.
 
-    For a LOCAL target, also return the function that commits it.
+    For a LOCAL target, also return the fields of its manifest and commit record (`Seal`).
     """
     catalog, tensors, to, world_size = source.catalog, export.tensors, output.to, output.world_size
     if world_size is not None and to in ("hf", "torch"):

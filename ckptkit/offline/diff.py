@@ -59,7 +59,7 @@ class TensorDiff:
             differ.
         max_abs: The maximum of |a - b|. Complex numbers are compared by component. None if ckptkit cannot compute with
             the dtype.
-        max_rel: `max_abs` divided by the maximum of |a|.
+        max_rel: `max_abs` divided by the maximum of |a|. Infinite if this maximum is 0.
         cosine: Cosine similarity of the two tensors as vectors. None if all elements of a tensor are zero.
     """
 

@@ -95,7 +95,8 @@ def refuse_partial(store: Store, catalog: Catalog) -> None:
     """Raise if a part of the training state was never written. For commands that need the complete state.
 
     Raises:
-        IncompleteCheckpointError: There are no tensors, or a rank's optimizer file is missing.
+        IncompleteCheckpointError: There are no tensors, a rank's optimizer file is missing, or the format's reader
+            found that another part is missing.
     """
     if catalog.info.format.startswith("ckptkit-"):
         return

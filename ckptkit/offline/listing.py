@@ -97,8 +97,8 @@ def list_run(
         storage_options: Options for the fsspec file system of a remote URL.
 
     Raises:
-        UsageError: `policy` keeps the best checkpoints by a metric that no checkpoint has, or the recorded policy has a
-            rule that this version does not know.
+        UsageError: `policy` keeps the best checkpoints by a metric that no checkpoint has. Also raised if `policy` is
+            given, but this version cannot apply the recorded policy whose exemptions are to be added.
         CheckpointNotFoundError: The directory does not exist, or does not contain a ckptkit run.
     """
     url = location("url", url)
@@ -151,15 +151,15 @@ def look_ahead(
 ) -> Outlook:
     """Return what a rotation would do if it ran now.
 
-    Without a given policy, applies the policy that the run has recorded. With `recorded`, adds the exemptions
-    (`keep_...`) of the recorded policy to a given policy.
+    Without a given policy, applies the policy that the run has recorded, unless this version does not know one of its
+    rules. With `recorded`, adds the exemptions (`keep_...`) of the recorded policy to a given policy.
 
     Args:
         view: The snapshot of `root` from which the inventory was made.
 
     Raises:
-        UsageError: The given policy keeps the best checkpoints by a metric that no checkpoint has, or the recorded
-            policy has a rule that this version does not know.
+        UsageError: The given policy keeps the best checkpoints by a metric that no checkpoint has, or this version
+            cannot apply the recorded policy whose exemptions are to be added.
     """
     policy = given
     if given is not None and given.keep_best is not None:  # a misspelt metric must not delete the best checkpoint

@@ -307,9 +307,9 @@ def _is_whole(runs: SliceRuns, entry: TensorEntry, placement: Placement) -> bool
 
 
 def prove_masters(source: Source, used: Collection[str] | None = None) -> int:
-    """Check the names that ckptkit gave to masters that are stored without names.
+    """Check the names that ckptkit gave to masters that LightRFT stored without names.
 
-    Each master, cast to its weight's dtype, must equal the weight bit for bit.
+    Each master, cast to its weight's dtype, must equal the weight bit for bit. Other formats are not checked.
 
     Args:
         used: The source tensors that the command uses. None means all tensors. If there is no master among them,

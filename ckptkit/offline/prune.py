@@ -92,7 +92,7 @@ def prune(
         raise CheckpointNotFoundError(f"Nothing was deleted: {nothing}")
     ahead = look_ahead(root, view, inventory, policy, recorded=recorded)
     if ahead.policy is None and not inventory.abandoned:
-        raise UsageError(f"{url} has no recorded policy to apply. Give one, for example --max-num 3.")
+        raise UsageError(f"{url} has no recorded policy that can be applied. Give one, for example --max-num 3.")
     half_replaced = [item.name for item in inventory.committed if item.path != item.name]
     if dry_run:
         warn_of_excess(ahead.decisions, ahead.policy)

@@ -255,9 +255,9 @@ def watch(source: Source) -> Source:
 
 
 def check_still_there(source: Source) -> None:
-    """Raise IncompleteCheckpointError if `source` is a ckptkit checkpoint that is no longer there since `open_pinned`.
+    """Raise IncompleteCheckpointError if `source`, a ckptkit checkpoint, has been deleted or replaced.
 
-    It may have been deleted or replaced.
+    Only changes since `open_pinned` count.
     """
     if any(item.store is source.store for _, item in _current.get().ours) and not _is_there(source):
         raise IncompleteCheckpointError("its files are missing, or belong to another save.")

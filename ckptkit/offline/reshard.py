@@ -97,6 +97,7 @@ def reshard(  # noqa: PLR0913 - one argument per option
         CheckpointNotFoundError: `src` contains no checkpoint.
         CheckpointExistsError: `dst` already exists. With `overwrite`: `dst` is not one checkpoint or one export.
         CheckpointMismatchError: ckptkit cannot tell which tensors `vocab_size` applies to.
+        UnsupportedFormatError: A tensor can be read only by its Python class.
         IncompleteCheckpointError: A rank's file is missing. The message names the rank.
         CorruptCheckpointError: The source is damaged. Nothing was published.
     """

@@ -328,7 +328,7 @@ def _members(store: Store, path: str) -> list[tuple[int, int, int | None]]:
 
 
 def file_problems(store: Store, catalog: Catalog) -> Iterator[Problem]:
-    """Yield a problem for each of the checkpoint's files that is missing, unreadable, or has a wrong size."""
+    """Yield a problem for a missing commit record, and for each file that is missing, unreadable or of a wrong size."""
     ours = all(store.info(path) is not None for path in (MANIFEST_NAME, OBJECTS_NAME))
     if ours and store.info(RECORD_NAME) is None:
         missing = f"{RECORD_NAME}: the commit record is missing: the checkpoint may be incomplete."
@@ -365,9 +365,10 @@ def _tensors_of(catalog: Catalog, path: str, size: int = 0) -> str:
 
 
 def _sums(store: Store, catalog: Catalog) -> tuple[dict[str, Digest], list[Problem]]:
-    """Return the file digests in SHA256SUMS, and the problems with this file and the files that it lists.
+    """Return the file digests in SHA256SUMS, and the problems found.
 
-    Both are empty for ckptkit checkpoints.
+    Problems are a malformed SHA256SUMS, files in it that cannot be read, and files of the checkpoint that it lacks.
+    Both results are empty for ckptkit checkpoints.
     """
     if "digests" in catalog.info.extra:
         return {}, []

@@ -104,7 +104,7 @@ def saved_parts(store: Store, catalog: Catalog, name: str) -> tuple[dict[str, Te
 
     Raises:
         UnsupportedFormatError: See `opened_entry`.
-        CorruptCheckpointError: An inner tensor is missing, or a record is damaged.
+        CorruptCheckpointError: A record is damaged.
     """
     recipe = recipes_of(catalog).get(name)
     if recipe is not None:

@@ -181,7 +181,10 @@ def without_subclass(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a DTensor's local tensor, or any other tensor unchanged. Unlike `to_local`, does not create a view."""
+    """Return a DTensor's local tensor, or any other tensor unchanged.
+
+    A plain local tensor is returned without the view that `to_local` would create.
+    """
     local: torch.Tensor | None = getattr(tensor, "_local_tensor", None)
     if local is None:
         return tensor

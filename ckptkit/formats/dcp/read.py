@@ -45,6 +45,7 @@ def load_objects(store: Store, entries: Mapping[str, ObjectEntry]) -> dict[str, 
 
     Raises:
         UnsafePickleError: Objects need classes that the caller has not allowed. The message names each object.
+        IntegrityError: Bytes differ from their digest.
     """
     raw = {  # the objects that torch.save wrote uncompressed are read in one batch
         name: bytearray(entry.nbytes)
@@ -129,7 +130,9 @@ class ReadPlan:
 
         Raises:
             IntegrityError: Bytes differ from their digest. The message names the tensor and the file.
+            IncompleteCheckpointError: A file is missing or too short.
             UnsafePickleError: Objects need classes that the caller has not allowed. Nothing was changed.
+            CheckpointMismatchError: An object does not fit the current value. Nothing was changed.
         """
         values = load_objects(self.store, {name: self.catalog.objects[name] for name in self.objects})
         for name, (_, current) in self.objects.items():
@@ -162,7 +165,8 @@ def plan_read(
 
     Raises:
         CheckpointMismatchError: Keys are missing, shapes or dtypes differ, or the checkpoint has a tensor under a key
-            whose value in the state is not a tensor. The message lists all mismatches.
+            whose value in the state is not a tensor. The message lists all mismatches. Also raised if tensors of the
+            state share memory, but have different values in the checkpoint.
         IncompleteCheckpointError: The checkpoint lacks part of a tensor.
     """
     flat, paths = flatten_state_dict(state_dict)
@@ -312,7 +316,7 @@ def _matched(
 
 
 def _listed(items: Sequence[object]) -> str:
-    """Return a line for each of the first items."""
+    """Return a line for each of the first `_LISTED` items, and a line that counts the others."""
     more = [f"and {len(items) - _LISTED} more"] if len(items) > _LISTED else []
     return "".join(f"\n  {item}" for item in [*items[:_LISTED], *more])
 

@@ -120,7 +120,7 @@ def frame_object(value: Any) -> bytes:
 
 
 def is_plain(value: Any) -> bool:
-    """Return whether a value consists only of None, bools, numbers, strings, bytes, lists, tuples and dicts.
+    """Return whether a value consists only of None, bools, ints, floats, strings, bytes, lists, tuples and dicts.
 
     The types must match exactly, because an instance of a subclass could have attributes that would be lost.
     """

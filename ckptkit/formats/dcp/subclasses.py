@@ -557,7 +557,8 @@ def new_tensor(recipe: Recipe, parameter: torch.Tensor, entries: Mapping[str, Te
     """Create an uninitialized optimizer state from `Opened.recipe`, on the same device and mesh as the parameter.
 
     This is for an optimizer that has no state yet. Nothing is imported: this process must have allowed the class with
-    `torch.serialization.add_safe_globals`. torchao does this for the classes of its optimizer states.
+    `torch.serialization.add_safe_globals`. torchao does this for the classes of its optimizer states. For the class of
+    flashoptim, it is enough that this process has imported the library.
 
     Args:
         entries: The inner tensors in the checkpoint, by attribute.

@@ -350,6 +350,9 @@ class DCPWriter(StorageWriter):
         """Delete the files of an unfinished save. With `overwrite`, also delete the files of an existing checkpoint.
 
         Deletes the metadata first, so that a half-deleted checkpoint is not taken for a complete one.
+
+        Raises:
+            CheckpointExistsError: The directory contains a checkpoint that must not be overwritten.
         """
         store = self._store()
         names = [item.path for item in store.list() if item.kind == "file"]

@@ -219,6 +219,9 @@ def check_layout(
     The positions are uncertain if the recorded positions differ from those computed from the shapes. In a flat group of
     experts, one parameter is always compared. No file records which experts a rank has. ckptkit computes this from the
     rank, and the result could be wrong. Reads a few kilobytes per parameter.
+
+    Raises:
+        CorruptCheckpointError: The weights of a parameter differ.
     """
     asked: list[str] = []
     for group in groups:

@@ -129,7 +129,7 @@ def _check_coverage(entries: Mapping[str, TensorEntry], ranks: Mapping[str, int]
 
 
 def _check_vocabulary(entries: Mapping[str, TensorEntry], config: Mapping[str, Any], world_size: int) -> bool:
-    """Check the embedding's number of rows against config.json. Return whether the check was possible.
+    """Check that the embedding has all rows that config.json requires. Return whether the check was possible.
 
     Only this check can reveal that the shards of the last ranks are missing.
     """

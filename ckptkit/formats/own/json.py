@@ -44,7 +44,10 @@ def parse(data: bytes | str, *, file: str, pairs: Callable[[list[tuple[str, Any]
 
 
 def check_density(raw: bytes, *, file: str) -> None:
-    """Raise CorruptCheckpointError if JSON has more lists, objects or values than any real file of the same size."""
+    """Raise CorruptCheckpointError if JSON is too dense, or contains NUL bytes.
+
+    JSON is too dense if it has more lists, objects or values than any real file of the same size.
+    """
     if b"\0" in raw:  # before decoding: a hole in a sparse file reads as NUL bytes
         raise CorruptCheckpointError(f"{file} is not JSON: it contains NUL bytes. It is truncated or damaged.")
     if len(raw) < _FREE:

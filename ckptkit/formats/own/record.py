@@ -77,8 +77,8 @@ def check_tag(tag: str, step: int | None = None) -> str:
     """Return `tag` if it can be a directory name on every system and is not reserved.
 
     Raises:
-        UsageError: The tag is too long, starts with "." or "-", contains characters other than letters, digits, ".",
-            "_", "-" and "=", or is a device name, a reserved word, or the name of a step other than `step`.
+        UsageError: The tag is not 1 to 128 letters, digits, ".", "_", "-" or "=", starts with ".", "-" or "=", or ends
+            with ".". Also raised if it is a device name, a reserved word, or the name of a step other than `step`.
     """
     if not isinstance(tag, str) or not _TAG.fullmatch(tag) or not is_safe_name(tag):
         raise UsageError(

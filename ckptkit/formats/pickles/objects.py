@@ -81,10 +81,10 @@ def read_object(
         tensor: Converts the array of each tensor, for example to a torch tensor. By default, arrays stay arrays.
         allow_pickle: Keep instances of classes that are not on the allow-list as `Inert`. If False, raise an error.
 
-        Raises:
-            UnsafePickleError: The entry has an instance of a class that is not on the allow-list.
-            UnsupportedFormatError: The entry is too large, or part of it can't be read without loss.
-            CorruptCheckpointError: The bytes are damaged.
+    Raises:
+        UnsafePickleError: The entry has an instance of a class that is not on the allow-list.
+        UnsupportedFormatError: The entry is too large, or part of it can't be read without loss.
+        CorruptCheckpointError: The bytes are damaged.
     """
     label = f"{entry.path} ({entry.name})" if entry.path and entry.name else entry.path or entry.name
 
@@ -164,7 +164,10 @@ def read_pickled(
 
 
 def load_object_torch(store: Store, entry: ObjectEntry) -> Any:
-    """Load an entry's value with torch's own weights_only loader. Imports torch."""
+    """Load an entry's value with torch's own weights_only loader. Imports torch.
+
+    Entries that are not files of torch.save are read by `read_object` instead.
+    """
     if entry.encoding != "torch_save":
         return read_object(store, entry)
     from ckptkit.formats.pickles.weights_only import parse_object
@@ -190,7 +193,7 @@ def decode_record(store: Store, path: str, codec: Codec, *, limit: int | None = 
 
 
 def decode_zstd(packed: bytes, limit: int, *, file: str) -> bytes:
-    """Decompress bytes. Raises CorruptCheckpointError before the result exceeds `limit` bytes."""
+    """Decompress bytes. Raises CorruptCheckpointError if the result has more than `limit` bytes."""
     stream, done, block = ZstdStream(packed, file=file), bytearray(), memoryview(bytearray(1 << 20))
     while got := stream.readinto(block):
         done += block[:got]
@@ -202,7 +205,8 @@ def decode_zstd(packed: bytes, limit: int, *, file: str) -> bytes:
 def read_tensor(store: Store, tensor: StoredTensor) -> np.ndarray[Any, Any] | TensorValue:
     """Read a tensor as a numpy array, or as a `TensorValue` if numpy lacks the dtype.
 
-    The result is never larger than the tensor's storage, because views that expand a storage are refused earlier.
+    All tensors of a pickle together are at most 16 MiB larger than their storages, because the parser refuses views
+    that expand a storage further.
     """
     raw = bytearray(tensor.nbytes)
     if raw:

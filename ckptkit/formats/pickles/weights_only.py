@@ -101,6 +101,7 @@ def parse_object(data: bytes | bytearray | memoryview, *, file: str, name: str =
     Raises:
         UnsafePickleError: The pickle refers to a class that torch's weights_only loader refuses and that is not plain
             data. No code from the pickle was run.
+        UnsupportedFormatError: A value can't be read without loss.
         CorruptCheckpointError: The archive is damaged or compressed, or has tensors larger than their storage.
         LoadError: torch can't load the archive.
     """

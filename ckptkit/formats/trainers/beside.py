@@ -27,8 +27,11 @@ _MAX_OTHERS = 8  # how many files are opened to find out whether they contain te
 def with_files_beside(catalog: Catalog, store: Store) -> Catalog:
     """Return the catalog with the optimizer, scheduler and random states that are in the same directory as the weights.
 
-    A catalog that already contains an optimizer is returned unchanged. If the state files may belong to another model
-    in the directory, they are not added, and a note names these files and the other models.
+    If accelerate saved several models to the directory, adds the other models, too. If the state files may belong to
+    another model in the directory, they are not added, and a note names these files and the other models.
+
+    A catalog that already contains an optimizer, or whose format is neither safetensors nor torch.save, is returned
+    unchanged.
     """
     if not catalog.info.format.startswith("safetensors") and catalog.info.format not in ("torch", "hf"):
         return catalog

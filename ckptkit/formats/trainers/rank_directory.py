@@ -35,7 +35,7 @@ _MODEL_KEYS = (*MODEL_KEYS, "app")
 
 
 def is_rank_directory(store: Store, files: Sequence[str]) -> bool:
-    """Return whether the files that may hold a model are rank files: two or more, including the file of rank 0."""
+    """Return whether the model is stored in rank files: two or more, including the file of rank 0."""
     model = _of_model(_rank_files(store, files))
     return model is not None and (_KEYS in files or not model.may_be_steps or _contain_shards(model, store))
 

@@ -394,7 +394,15 @@ class FlatVector:
 
 
 def missing_ranks(found: Iterable[int], world_size: int, pattern: str) -> None:
-    """Check that each rank's file exists."""
+    """Check that `found`, the ranks with a file, are all ranks from 0 to `world_size` - 1.
+
+    Args:
+        pattern: The names of the files, with "{rank}" for the rank.
+
+    Raises:
+        IncompleteCheckpointError: The files of some ranks are missing. The message names them.
+        CorruptCheckpointError: A rank is not below `world_size`.
+    """
     ranks = set(found)
     if not 0 < world_size <= _MAX_RANKS or max(ranks, default=0) >= world_size:
         raise CorruptCheckpointError(

@@ -36,7 +36,10 @@ class StepName:
 
 
 def parse_step(name: str) -> StepName | None:
-    """Return the step in a name (global_step10, checkpoint-2, iter_0000010, epoch=0-step=3.ckpt, 1200), or None."""
+    """Return the step and the epoch in a name. Returns None if the name has neither.
+
+    Such names are global_step10, checkpoint-2, iter_0000010, epoch=0-step=3.ckpt and 1200.
+    """
     told = name.partition(_ASIDE)[0]
     step, epoch = _STEP.findall(told), _EPOCH.findall(told)
     if not step:
@@ -54,7 +57,10 @@ def _value(digits: str) -> int:
 
 
 def ordered(names: Iterable[str]) -> list[StepName]:
-    """Return the names that contain a step, newest first. `step_5` comes before copies such as `step_5.aside-1f`."""
+    """Return the names that contain a step or an epoch, newest first.
+
+    `step_5` comes before copies such as `step_5.aside-1f`.
+    """
 
     def age(step: StepName) -> tuple[int, int, int, bool, str]:
         version = _VERSION.fullmatch(step.name)

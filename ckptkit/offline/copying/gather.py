@@ -69,7 +69,7 @@ class Gatherer:
     def make_box(self, tensor: OutputTensor, box: Box, out: Bytes) -> int:
         """Fill `out` with the region `box` of an output tensor, row-major, in the output's dtype.
 
-        Return how many elements became infinite in the cast to that dtype.
+        Returns how many elements became infinite in the cast to that dtype.
         """
         if isinstance(tensor, ComputedTensor):
             return self._compute(tensor, box, out)

@@ -355,7 +355,7 @@ def share_out(plan: Plan, world_size: int) -> list[int]:
     """Return the rank that writes each file.
 
     Assigns the largest files first. Each file goes to the rank that has the fewest bytes so far. Rank 0 gets the files
-    that are published last, because rank 0 publishes the result.
+    that are published last, because rank 0 publishes the result. Shards (.safetensors) are an exception.
     """
     late = set(plan.last)
     owners = [0] * len(plan.files)

@@ -66,7 +66,8 @@ class BaseModel:
     def over(self, other: BaseModel) -> BaseModel:
         """Return this base, completed with files from `other`.
 
-        Files that this base lacks, such as a config or a tokenizer, are taken from `other`.
+        If this base lacks a config, the config and all missing files come from `other`. If it has a config but no
+        other files, such as a tokenizer, those of `other` are used.
         """
         return BaseModel(
             self.where if self.config is not None or self.wanted or not other.config else other.where,

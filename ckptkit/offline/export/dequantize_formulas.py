@@ -160,8 +160,8 @@ def integers(
         packed: Whether integers are packed along rows. Otherwise, each integer takes a byte.
         packed_zero: Whether zero points are packed along columns. Otherwise, each zero point takes a byte.
 
-        Raises:
-            UnsupportedFormatError: The stored shape differs from `shape`.
+    Raises:
+        UnsupportedFormatError: The stored shape differs from `shape`.
     """
     if has_shape and tuple(inputs[-1].numbers().tolist()) != shape:
         raise UnsupportedFormatError(

@@ -123,6 +123,7 @@ def plan_export(
         CheckpointMismatchError: Names collide, names or shapes differ from the base, or a tied head differs from the
             embedding.
         UnsupportedFormatError: safetensors does not support the dtype of a tensor, or an adapter has an unknown type.
+        CheckpointNotFoundError: The checkpoint does not contain the requested weights.
         UsageError: Options contradict the checkpoint.
     """
     options = options or ExportOptions()

@@ -91,8 +91,8 @@ class LiveModel:
 def live_model(config: Mapping[str, Any] | None, wanted: Collection[str]) -> LiveModel | None:
     """Return the names and conversions of the installed transformers for the model in config.json.
 
-    Returns None if transformers is not installed, is older than 5, or does not know the model. Only
-    transformers' own classes are called, never code from the model's author.
+    Returns None if transformers is not installed, is older than 5, or cannot build the model. Only transformers' own
+    classes are called, never code from the model's author.
     """
     if not config or not _bounded(config, len(wanted)):
         return None
@@ -111,7 +111,7 @@ def live_model(config: Mapping[str, Any] | None, wanted: Collection[str]) -> Liv
 def quantized_by_transformers(config: Mapping[str, Any] | None, names: Collection[str]) -> set[str] | None:
     """Return the names of a Hub model's tensors that transformers' block FP8 quantizer would quantize.
 
-    Returns None if transformers is not installed, is older than 5, or does not know the model.
+    Returns None if transformers is not installed, is older than 5, or cannot build the model.
     """
     if not config or not _bounded(config, len(names)):
         return None

@@ -114,7 +114,9 @@ def select_targets(
         in_parts: Whether the export can store torchao's quantized weights as their inner tensors.
 
     Raises:
-        UsageError: No tensor is left.
+        UsageError: No tensor is left, or several models match the base equally well.
+        UnsupportedFormatError: A selected tensor is of a Python class that ckptkit cannot export.
+        CheckpointNotFoundError, CheckpointMismatchError: As for `choose_weights`.
     """
     lower = _lower_bits(catalog, options.weights, options.dtype)
     chosen = choose_weights(
@@ -291,6 +293,8 @@ def choose_weights(
     Raises:
         CheckpointNotFoundError: The checkpoint does not contain the requested weights.
         CheckpointMismatchError: Names or shapes of the masters, or of the EMA, do not match the model's weights.
+        UsageError: There are several EMAs.
+        UnsupportedFormatError: The EMA's tensors have no names.
     """
     if weights == "ema":
         from ckptkit.offline.export.ema import averaged

@@ -279,7 +279,7 @@ class TPPlan:
         """Return the plan that `given` contains: the path of a JSON file, or a mapping.
 
         Raises:
-            UsageError: `given` does not map globs to dimensions.
+            UsageError: `given` does not map globs to dimensions, or the file cannot be read.
         """
         origin = given if isinstance(given, str) else "tp_plan"
         rules: Any = given

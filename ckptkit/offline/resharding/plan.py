@@ -128,6 +128,8 @@ def plan_reshard(
     Raises:
         UsageError: The mesh has a tp dimension, but ckptkit cannot tell which tensors this dimension splits. Also
             raised if the source contains several models.
+        UnsupportedFormatError: A tensor can be read only by its Python class.
+        CheckpointMismatchError: ckptkit cannot tell which tensors `vocabulary` applies to.
     """
     own = own_state(store, catalog, step=identity.step, sharded=type == "sharded")
     cuts = Cuts(catalog, mesh, tp_plan=tp_plan)
