@@ -1,6 +1,6 @@
 """Compare `CheckpointManager.save` and `load` with `dcp.save` and `dcp.load`: same ranks, same disk, one run.
 
-    python -m benchmarks.save_load [--ranks 2 4] [--where /dev/shm /tmp] [--gigabytes 1] [--tensors 2000] \
+    python -m benchmarks.save_load [--ranks 2 4] [--where /dev/shm /tmp] [--gigabytes 1] [--tensors 2000]
         [--uncached] [--device cuda] [--json FILE]
 
 The kinds of states are: large (16 parameters), adamw (a transformers model with AdamW) and small (`--tensors` small

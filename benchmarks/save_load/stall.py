@@ -1,6 +1,6 @@
 """Measure how long `save_async` stops training, compared with a clone of the state and `dcp.async_save`.
 
-    python -m benchmarks.save_load.stall [--ranks 2] [--where /dev/shm] [--gigabytes 1] [--saves 4] [--repeat 3] \
+    python -m benchmarks.save_load.stall [--ranks 2] [--where /dev/shm] [--gigabytes 1] [--saves 4] [--repeat 3]
         [--device cuda]
 
 A stall is the time of the slowest rank between two barriers, from the call to its return; each save is committed

@@ -338,7 +338,7 @@ def _with_step(catalog: Catalog, url: str) -> Catalog:
 
 
 def real_url(url: str) -> str:
-    """Return the URL without a trailing slash. If the URL is that of a symlink, return its target, if that exists."""
+    """Return the URL without a trailing slash. If the URL names a symlink whose target exists, return the target."""
     protocol, rest = split_url(url)
     if protocol in ("file", "local"):
         full = os.path.abspath(os.path.expanduser(rest))

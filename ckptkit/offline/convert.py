@@ -104,8 +104,8 @@ def convert(  # noqa: PLR0913 - one argument per option
             and SGLang. Weights that are already quantized are first dequantized to `dtype`, or to bf16 if `dtype` is
             "keep".
         weights: The weights to export. "model": the model's weights. "master": the fp32 copies that some optimizers
-            keep. "auto": the fp32 copies if `dtype` casts and there are any, otherwise the model's weights. "ema": the
-            moving average of the weights, which the checkpoint must contain.
+            keep. "auto": the fp32 copies if `dtype` casts and there are any, or if there are no other weights;
+            otherwise the model's weights. "ema": the moving average of the weights, which the checkpoint must contain.
         base: A Hugging Face directory or repo that provides the config, the tokenizer, and the expected names and
             shapes.
         key_map: A built-in name, a TOML or JSON file, or a NameMap.

@@ -135,7 +135,7 @@ class Outlook:
     """What a rotation would do if it ran now, for `ls` and `prune --dry-run`.
 
     Attributes:
-        policy: The applied policy. None if no policy was given or recorded, so that all checkpoints are kept.
+        policy: The applied policy. None if there is no policy that can be applied, so that all checkpoints are kept.
         decisions: One decision per committed checkpoint, in the run's order.
         kept_files: For each checkpoint to delete, the files that would remain in its directory, because its commit
             record does not name them.

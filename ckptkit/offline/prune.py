@@ -80,8 +80,8 @@ def prune(
         storage_options: Options for the fsspec file system of a remote URL.
 
     Raises:
-        UsageError: There are no leftovers, and no policy was given or recorded. Also raised if the policy keeps the
-            best checkpoints by a metric that no checkpoint has.
+        UsageError: There are no leftovers, and there is no policy that can be applied. Also raised if the policy keeps
+            the best checkpoints by a metric that no checkpoint has.
         CheckpointNotFoundError: There is no ckptkit checkpoint under `url`.
     """
     root = open_store(url, storage_options=storage_options)

@@ -252,7 +252,10 @@ def _target(tensor: OutputTensor, name: str) -> Target:
 def _has_rows(item: OwnTensor, shape: tuple[int, ...]) -> bool:
     """Return whether a master or a state has one row for each row of its parameter.
 
-    False for a scalar, such as a step count.
+    Returns False for a scalar, such as a step count.
+
+    Raises:
+        CheckpointMismatchError: The shape is that of neither the parameter nor a scalar.
     """
     if item.tensor.shape == shape:
         return True

@@ -54,9 +54,7 @@ _SLACK = 1 << 20  # a decompressed item may be this much longer than its tensor
 
 @dataclass(eq=False, slots=True)
 class Items:
-    """The items of a checkpoint's tensors, as columns with one row per slice.
-
-    Below, t is the number of tensors and n the number of slices.
+    """The items of a checkpoint's tensors, as columns with one row per slice. n is the number of slices.
 
     Attributes:
         ranks: Rank that wrote each file.

@@ -262,9 +262,9 @@ class DCPWriter(StorageWriter):
     is no manifest. If any worker fails, the save fails. A local directory is locked during the save: a second job that
     saves to the same directory gets a LeaseHeldError.
 
-    If they fail, `dcp.save` and `dcp.load` raise torch's CheckpointException, a BaseException that `except Exception`
-    does not catch. Its text contains ckptkit's error. Its `failures[rank][0]` is this error, or torch's AssertionError
-    if `.metadata` was not readable.
+    A failed `dcp.save` or `dcp.load` raises torch's CheckpointException, a BaseException that `except Exception` does
+    not catch. The text of this exception contains ckptkit's error. Its `failures[rank][0]` is ckptkit's error, or
+    torch's AssertionError if `.metadata` was not readable.
     """
 
     def __init__(

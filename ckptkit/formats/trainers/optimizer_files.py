@@ -336,7 +336,10 @@ def _flat_states(values: Mapping[int, Mapping[str, Any]], index: Any) -> dict[st
 def _flat_entries(
     values: Mapping[int, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]], units: Mapping[Any, Sequence[Param]]
 ) -> OptimizerState | None:
-    """Return the entries if each index belongs to these parameters, or None if a size does not fit."""
+    """Return the optimizer's entries, assuming that each index stands for the parameters that `units` maps it to.
+
+    Returns None if a size does not fit.
+    """
     found = OptimizerState()
     for index, unit in units.items():
         total = _total(unit)

@@ -85,7 +85,10 @@ class RankFiles:
 
     @classmethod
     def matching(cls, template: str, files: Iterable[str]) -> RankFiles:
-        """Return the files that have this name, with any number in place of "{rank}". Without "{rank}": one file."""
+        """Return the files whose names are `template` with a number in place of "{rank}".
+
+        If `template` lacks "{rank}", returns the single file with this name.
+        """
         pattern = re.compile(re.escape(template).replace(re.escape("{rank}"), r"(\d+)"))
         found = filter(None, map(pattern.fullmatch, files))
         return cls(template, {int(match[1]) if pattern.groups else 0: match[0] for match in found})

@@ -126,7 +126,9 @@ def identities(store: Store, paths: Collection[str]) -> dict[str, tuple[Any, ...
 def take_over(
     store: LocalStore, whole: Plan, share: Share, journal: Journal, source: Store, *, check: bool, digests: bool
 ) -> Taken:
-    """Return the part of a share that earlier commands finished. Delete its unfinished files, and begin the journal.
+    """Return the part of a share that earlier commands finished.
+
+    Also deletes the share's unfinished files, and begins the journal.
 
     Args:
         whole: The plan for all ranks.

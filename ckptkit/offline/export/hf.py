@@ -116,7 +116,7 @@ def plan_export(
     Reads the checkpoint's side files (config, tokenizer), and the bytes of tied tensors that must be compared.
 
     Args:
-        base: The model at --base. What it lacks, such as a config or a tokenizer, is taken from `own`.
+        base: The model at --base. What it lacks is taken from `own` (see `BaseModel.over`).
         own: The checkpoint's own side files. If None, they are read from `store`.
 
     Raises:

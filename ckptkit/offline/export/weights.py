@@ -43,8 +43,8 @@ class ExportOptions:
         dtype: "keep" or a float dtype. Only floats are cast.
         dequantize: The dtype to which quantized weights are dequantized if `dtype` is "keep". If both options are
             "keep", weights stay quantized.
-        weights: "model", "master" (the fp32 copies), "ema" (the moving average in the checkpoint), or "auto" (the fp32
-            copies if `dtype` casts, otherwise the model's weights).
+        weights: "model", "master" (the fp32 copies), "ema" (the moving average in the checkpoint), or "auto" (see
+            `choose_weights`).
         key_map: The key map to apply. None chooses one if the choice is unambiguous.
         strip_prefix: A prefix to remove from every name. Tensors without this prefix are omitted.
         include, exclude: Globs. They match catalog keys, and names as they are before the key map is applied.

@@ -356,7 +356,8 @@ class Cuts:
         tp_plan: The dimensions that tensor parallelism splits. None uses the source's placements or config.json.
 
     Raises:
-        UsageError: The mesh has a tp dimension, and neither `tp_plan` nor the source says which tensors to split.
+        UsageError: The mesh has a tp dimension, and neither `tp_plan` nor the source says which tensors to split. Also
+            raised if `tp_plan` is given although the mesh has no tp dimension.
     """
 
     def __init__(self, catalog: Catalog, mesh: TargetMesh, *, tp_plan: TPPlan | None = None) -> None:
@@ -399,10 +400,10 @@ class Cuts:
     def _own(self, entry: TensorEntry) -> Cut:
         """Return the sharding that the source recorded for a tensor.
 
-        If the source recorded no shardings, return FSDP2's sharding, along dimension 0, with one exception: if some
-        weights of the source have several slices, but this tensor has only one, this tensor is considered a buffer, and
-        stays whole. The exception does not cover tensors with one row, because FSDP2 stores them as one slice even if
-        they are sharded.
+        If the source recorded no shardings, returns FSDP2's sharding along dimension 0 for floats, and no sharding for
+        other tensors. If other weights of the source have several slices, a tensor with a single slice is considered a
+        buffer, and is not sharded. This does not apply to a tensor with one row, because FSDP2 stores it as one slice
+        even if it is sharded.
         """
         if not entry.shape:
             return _WHOLE
