@@ -41,7 +41,7 @@ def main() -> None:
         run, wide, export = f"{work}/run", f"{work}/wide", f"{work}/export"
         make_run(run)
         for row in list_run(run).checkpoints:
-            print(f"{row.name}: {row.nbytes} bytes, {'kept' if row.keep else 'to go'}: {row.why}")
+            print(f"{row.name}: {row.nbytes} bytes, {'kept' if row.keep else 'to be deleted'}: {row.why}")
         for section in inspect(f"{run}/latest").sections:
             print(f"{section.role}: {section.tensors} tensors, {section.numel} elements")
         print(verify(run).summary())

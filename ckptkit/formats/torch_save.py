@@ -84,10 +84,11 @@ def _open_directory(store: Store, names: Sequence[str], options: ReadOptions) ->
         return _catalog(store, _shards(store, numbered, options))
     files = torch_files(store, names) or [name for name in names if name.endswith(TORCH_ENDINGS)]
     chosen = model_file(files)
+    if not files:
+        raise CheckpointNotFoundError(f"{store.url} has no file of torch.save.")
     if chosen is None:
         raise CheckpointNotFoundError(
-            f"{store.url} has {len(files)} files of torch.save{': ' + ', '.join(files[:5]) if files else ''}. "
-            "Name the one you mean."
+            f"{store.url} has {len(files)} files of torch.save: {', '.join(files[:5])}. Name the one you mean."
         )
     return open_file(store, chosen, options=options)
 

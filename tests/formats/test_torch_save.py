@@ -17,7 +17,13 @@ import torch.distributed.checkpoint as dcp
 
 from ckptkit import verify
 from ckptkit.catalog.entry import Role
-from ckptkit.errors import CorruptCheckpointError, IncompleteCheckpointError, UnsafePickleError, UnsupportedFormatError
+from ckptkit.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    IncompleteCheckpointError,
+    UnsafePickleError,
+    UnsupportedFormatError,
+)
 from ckptkit.formats.detect import open_source
 from ckptkit.formats.nested import insert, with_lists
 from ckptkit.formats.options import ReadOptions
@@ -192,6 +198,14 @@ def test_shards_are_joined_with_and_without_an_index_and_a_missing_one_is_named(
     (shards / SHARD.format(1)).unlink()
     with pytest.raises(IncompleteCheckpointError, match=r"missing: pytorch_model-00001-of-00002\.bin"):
         open_source(str(shards))
+
+
+def test_a_directory_without_a_single_model_is_refused_with_its_files(tmp_path):
+    with pytest.raises(CheckpointNotFoundError, match="has no file of torch"):
+        open_catalog(LocalStore(tmp_path))
+    save(tmp_path, weights(), "a.pt")
+    with pytest.raises(CheckpointNotFoundError, match=r"has 2 files of torch.save: a\.pt, b\.pt\. Name"):
+        open_catalog(save(tmp_path, weights(), "b.pt"))
 
 
 @pytest.mark.parametrize("paths", [[("a",), ("a", "b")], [("a", "b"), ("a",)]])
