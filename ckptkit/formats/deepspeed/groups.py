@@ -269,7 +269,7 @@ def check_saves(
     other = None not in (taken, *steps) and bool(steps) and taken not in steps
     counted = ""
     if other:
-        counted = f"the optimizer has counted {str(steps[0]).removesuffix('.0')} steps, but {models.file} {taken}"
+        counted = f"the optimizer has counted {str(steps[0]).removesuffix('.0')} steps, but {models.file} says {taken}"
     if wrong and (other or len(wrong) < len(chosen)):
         raise CorruptCheckpointError(
             f"{wrong[0]} are from different saves: the fp32 weights of the former, rounded, are not the weights in the "
