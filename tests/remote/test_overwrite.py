@@ -143,31 +143,19 @@ def test_a_denied_rotation_logs_one_line_and_saves_continue(proxy, far, what, ca
 # --- unfinished uploads
 
 
-@pytest.fixture
-def root(near: Place) -> Any:
-    """The store of a run with one checkpoint."""
-    save(near.store, 1)
-    return near.store
-
-
-def test_prune_aborts_old_uploads_and_touches_no_foreign_object(root, monkeypatch):
+def test_prune_aborts_uploads_that_are_old_by_the_clock_of_the_store_and_no_foreign_one(near, monkeypatch):
+    root = near.store
+    save(root, 1)
     root.write("notes/readme.txt", b"mine")
     for name in ("step_00000009/0123456789abcdef/x", "datasets/tokens.bin"):
         root._api.upload(root._full(name))
-    monkeypatch.setattr(commit, "UPLOAD_AGE_S", 1e11)
-    clean_leftovers(root)
-    assert len(root.unfinished_uploads()) == 2
+    with monkeypatch.context() as patch:
+        ahead = SimpleNamespace(time=lambda: time.time() + 1e10, monotonic=time.monotonic)
+        patch.setattr("ckptkit.storage.objects.time", ahead)
+        patch.setattr(commit, "UPLOAD_AGE_S", 1e10)  # moto's uploads are all of 2010
+        assert clean_leftovers(root) == [] and len(root.unfinished_uploads()) == 2
     monkeypatch.setattr(commit, "UPLOAD_AGE_S", 0.0)
     assert len(clean_leftovers(root)) == 1
     (left,) = root.unfinished_uploads()
     assert left.name.endswith("/datasets/tokens.bin")
     assert root.read("notes/readme.txt") == b"mine" and check(root) == [1]
-
-
-def test_the_age_of_an_upload_is_measured_by_the_clock_of_the_store(root, monkeypatch):
-    root._api.upload(root._full("step_00000009/0123456789abcdef/x"))
-    ahead = SimpleNamespace(time=lambda: time.time() + 1e10, monotonic=time.monotonic)
-    monkeypatch.setattr("ckptkit.storage.objects.time", ahead)
-    monkeypatch.setattr(commit, "UPLOAD_AGE_S", 1e10)  # moto's uploads are all of 2010
-    assert clean_leftovers(root) == []
-    assert len(root.unfinished_uploads()) == 1
