@@ -1,6 +1,5 @@
 """Model families whose names only transformers knows: the export equals its save_pretrained."""
 
-import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -59,13 +58,11 @@ def test_live_names_become_those_that_transformers_saves(kind, settings, tmp_pat
     assert_same(exported(tmp_path), expected)
 
 
-FUYU = ("FuyuForCausalLM", {**SMALL, "text_config": {**SMALL, "model_type": "persimmon"}})
-
-
 @pytest.mark.parametrize(("kind", "settings"), [
     ("ViTForImageClassification", SMALL), ("DeiTModel", SMALL), ("Dinov2Model", SMALL),
     ("Dinov2Model", {**SMALL, "use_swiglu_ffn": True}),
-    ("AriaTextForCausalLM", {**SMALL, "num_key_value_heads": 2, "moe_num_experts": 4, "head_dim": 8}), FUYU,
+    ("AriaTextForCausalLM", {**SMALL, "num_key_value_heads": 2, "moe_num_experts": 4, "head_dim": 8}),
+    ("FuyuForCausalLM", {**SMALL, "text_config": {**SMALL, "model_type": "persimmon"}}),
     ("MarianMTModel", SEQUENCES),
     ("MarianMTModel", {**SEQUENCES, "share_encoder_decoder_embeddings": False, "decoder_vocab_size": 24}),
     ("BigBirdPegasusForConditionalGeneration", SEQUENCES), ("BigBirdPegasusForSequenceClassification", SEQUENCES),
@@ -76,13 +73,6 @@ def test_some_model_families_are_mapped_without_transformers(kind, settings, tmp
     expected = trained(kind, settings, tmp_path)
     monkeypatch.setitem(sys.modules, "transformers.conversion_mapping", None)
     assert_same(exported(tmp_path), expected)
-
-
-def test_the_names_of_fuyu_are_found_from_the_config_next_to_the_run(tmp_path, monkeypatch):
-    expected = trained(*FUYU, tmp_path)
-    monkeypatch.setitem(sys.modules, "transformers.conversion_mapping", None)
-    shutil.copy(tmp_path / "base" / "config.json", tmp_path / "run")
-    assert_same(converted(tmp_path / "run", tmp_path / "out").tensors, expected)
 
 
 def test_fused_tensors_of_unequal_parts_are_split_by_the_shapes_of_the_base(tmp_path):
