@@ -10,11 +10,12 @@ import pytest
 import torch
 
 import ckptkit
-from ckptkit import CheckpointManager, DCPReader, DCPWriter, RetentionPolicy, TrainState
+from ckptkit import CheckpointManager, DCPReader, DCPWriter, PerRank, RetentionPolicy, Shard, TrainState
 from ckptkit.arguments import globs, location
 from ckptkit.errors import UsageError
 from ckptkit.fsdp import FSDPConfig, FSDPStrategy, param_groups
 from ckptkit.integrations.torchtitan import TorchtitanCheckpointer
+from tests.checkpoint.states import Kept
 from tests.lazy import LazyModule
 
 accelerate, trainer = LazyModule("ckptkit.integrations.accelerate"), LazyModule("ckptkit.integrations.transformers")
@@ -22,6 +23,7 @@ lightning = LazyModule("ckptkit.integrations.lightning")
 MODEL = torch.nn.Linear(2, 2)
 OPTIMIZER = torch.optim.AdamW(MODEL.parameters())
 SCHEDULER = torch.optim.lr_scheduler.StepLR(OPTIMIZER, 1)
+RULED = type("Ruled", (Kept,), {"merge_ranks": {}})(0)
 LOCATION = "expected a path or a URL"
 SIZE = "is not a size"
 INTEGER = "expected an integer of at least"
@@ -104,6 +106,13 @@ CALLS: Mistakes = [
     (lambda: load(strickt=False), "load has no option 'strickt'. Known: strict"),
     (lambda: load(fallback="last"), "fallback='last': expected 'error' or 'previous'"),
     (lambda: load(replicas="all"), "replicas='all'"),
+    (lambda: load(verify="full"), "verify='full'"),
+    (lambda: load(atomic=True, max_memory="much"), f"max_memory: 'much' {SIZE}"),
+    (lambda: state(dataloader=RULED), "Ruled.merge_ranks is of type dict, expected a function"),
+    (lambda: state(extra={"mine": PerRank(RULED)}), "Ruled.merge_ranks is of type dict, expected a function"),
+    (lambda: state(layout=[1]), "of type list, expected a dict of globs"),
+    (lambda: state(layout={"*": 0}), "expected ckptkit.Shard(dim, mesh=...), "),
+    (lambda: state(layout={"*": Shard(0, mesh=None)}), "needs a mesh of one dimension"),
     (lambda: DCPWriter(MODEL.state_dict()), f"url is of type OrderedDict, {LOCATION}"),
     (lambda: DCPWriter("out", workers="4"), f"workers is '4', {INTEGER} 0"),
     (lambda: DCPWriter("out", overwrite="no"), f"overwrite is 'no', {FLAG}"),

@@ -59,15 +59,14 @@ def kill_at(nth: int, group: int | None = None) -> Callable[[], int]:
     return lambda: nth - left
 
 
-def fail_at(nth: int, error: int, names: tuple[str, ...] = OPERATIONS) -> None:
-    """Let the nth operation among `names` fail with errno `error`, counted from now."""
+def fail_at(nth: int, error: int) -> None:
+    """Let the nth operation fail with errno `error`, counted from now."""
     left = nth
 
     def count(name: str, args: tuple[Any, ...]) -> None:
         nonlocal left
-        left -= name in names
-        if left == 0 and name in names:
-            left = -1
+        left -= 1
+        if left == 0:
             raise OSError(error, os.strerror(error))
 
     watch(count, lambda name, args: None)
@@ -110,11 +109,8 @@ def failing(armed: list[Fault]) -> Iterator[None]:
         yield
 
 
-def kill_at_request(nth: int) -> Callable[[], int]:
-    """SIGKILL this process before its nth S3 request other than reads of data; the previous one has been answered.
-
-    Returns a counter of the requests so far.
-    """
+def kill_at_request(nth: int) -> None:
+    """SIGKILL this process before its nth S3 request other than reads of data; the previous one has been answered."""
     from ckptkit.storage.s3 import S3Api
 
     ask, lock, count = S3Api._call, threading.Lock(), 0
@@ -128,4 +124,3 @@ def kill_at_request(nth: int) -> Callable[[], int]:
         return ask(*args, **kwargs)
 
     S3Api._call = request  # type: ignore[method-assign]
-    return lambda: count

@@ -23,17 +23,6 @@ from tests.checkpoint.load.test_foreign import copied, run_of
 from tests.checkpoint.states import check_misfit, load, optimized, save
 
 
-def test_the_first_ckptkit_checkpoint_becomes_the_latest(tmp_path):
-    root = copied("verl_fsdp2_w2", tmp_path)
-    before = sorted(path.name for path in root.iterdir())
-    state = run_of("verl_fsdp2_w2")
-    with CheckpointManager(root) as manager:
-        manager.load(state)
-        manager.save(5, state)
-    assert load(root, state).step == 5
-    assert set(before) < {path.name for path in root.iterdir()}
-
-
 def test_a_ckptkit_step_without_a_record_is_an_error_next_to_another_systems_run(zoo, tmp_path):
     root = copied("verl_fsdp2_w2", tmp_path)
     shutil.copytree(zoo / "dcp_fsdp2_uneven_w4" / "ckpt", root / "step_00000009")  # complete, but without its record

@@ -21,7 +21,6 @@ from ckptkit.errors import (
     LoadError,
     RankFailedError,
     SaveError,
-    UsageError,
 )
 from ckptkit.formats.own.reader import open_catalog
 from ckptkit.fsdp import MasterWeightOptimizer
@@ -299,13 +298,6 @@ def test_the_memory_limit_of_a_container_counts(version, tmp_path, monkeypatch):
     assert read.free_memory() == 5000 << 10
     files.clear()
     assert read.free_memory() is None
-
-
-@pytest.mark.parametrize(
-    ("options", "said"), [({"verify": "full"}, "'full'"), ({"atomic": True, "max_memory": "much"}, "much")]
-)
-def test_unknown_values_of_options_are_refused(sharded, options, said):
-    check_misfit(sharded.url, state_of(2), said, error=UsageError, **options)
 
 
 # --- what a load reads and checks: every slice by default, or only what this rank needs

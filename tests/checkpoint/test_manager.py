@@ -4,11 +4,10 @@ import logging
 import math
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
-import fsspec
 import numpy as np
 import pytest
 import torch
@@ -20,7 +19,7 @@ from ckptkit.checkpoint import manager as manager_module
 from ckptkit.errors import CheckpointExistsError, CheckpointNotFoundError, UsageError
 from tests.checkpoint import jobs
 from tests.checkpoint.saving import leftovers, steps
-from tests.checkpoint.states import linear, load, on_all, refusal, save, unchanged, value_of
+from tests.checkpoint.states import linear, load, refusal, save, value_of
 from tests.patches import failing
 from tests.ranks import on_ranks, run_ranks
 
@@ -180,52 +179,24 @@ def test_client_state_that_is_not_json_is_refused_before_anything_is_written(tmp
     assert not list(tmp_path.rglob("*step*"))
 
 
-# --- checkpoints of others
+# --- another storage
 
 
-class Shelf(MemoryFileSystem):  # type: ignore[misc]  # fsspec is not typed
-    """An in-memory file system."""
-
-    protocol = "shelf"
-    store: ClassVar[dict[str, Any]] = {}
-    pseudo_dirs: ClassVar[list[str]] = [""]
-
-
-@pytest.fixture
-def shelf() -> Iterator[dict[str, Any]]:
-    fsspec.register_implementation("shelf", Shelf, clobber=True)
-    yield Shelf.store
-    Shelf.store.clear()
-
-
-def test_a_custom_storage_receives_all_writes(shelf, kind):
-    state, fresh = linear(1), linear()
+def test_a_custom_storage_receives_all_writes(kind):
+    state, fresh, url = linear(1), linear(), f"memory://custom/{kind}"
     state.optimizer = torch.optim.AdamW(state.model.parameters())
-    with CheckpointManager("shelf://runs/a", state_dict_type=kind) as manager:
+    with CheckpointManager(url, state_dict_type=kind) as manager:
         manager.save(1, state)
         (record,) = manager.list()
-    assert (open_checkpoint("shelf://runs/a/step_00000001")["model.weight"].numpy() == 1).all()
-    there = {path: file.getbuffer().nbytes for path, file in shelf.items()}
+    assert (open_checkpoint(f"{url}/step_00000001")["model.weight"].numpy() == 1).all()
+    there = {path: file.getbuffer().nbytes for path, file in MemoryFileSystem.store.items()}
     assert sum(size for path, size in there.items() if f"/{record.save_id}/" in path) == record.total_bytes
-    assert any(path.endswith("step_00000001/checkpoint.json") for path in there)
-    load("shelf://runs/a", fresh)
+    assert any(path.endswith(f"{kind}/step_00000001/checkpoint.json") for path in there)
+    load(url, fresh)
     assert value_of(fresh) == 1
 
 
 # --- ranks
-
-
-@pytest.mark.parametrize("half_loaded", [False, True])
-@on_ranks(2)
-def test_a_load_that_fails_on_one_rank_changes_nothing_on_any(tmp_path, half_loaded):
-    if half_loaded:  # left by another object of this process
-        TrainState(model=(_kept := torch.nn.Linear(1, 1))).half_loaded = "file:///elsewhere"
-    save(tmp_path, jobs.make("1d").state())
-    state = jobs.make("1d", start=5).state()
-    if dist.get_rank() == 1:
-        state = TrainState(model=state.model, extra={"only here": 1})
-    with unchanged(state):
-        assert "rank [1]" in on_all(refusal(lambda: load(tmp_path, state)))
 
 
 def die(url: str) -> None:

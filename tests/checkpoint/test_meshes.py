@@ -281,15 +281,6 @@ def test_a_glob_that_matches_no_tensor_is_refused(tmp_path, kind, world_size):
     states.load(tmp_path, state(0.0, **one))
 
 
-def test_a_layout_with_values_other_than_shards_is_refused():
-    with pytest.raises(UsageError, match="of type list, expected a dict of globs"):
-        TrainState(layout=[1])  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match=r"expected ckptkit.Shard\(dim, mesh=...\), .* or 'any_replica'"):
-        TrainState(layout={"*": 0})
-    with pytest.raises(UsageError, match="needs a mesh of one dimension"):
-        TrainState(layout={"*": Shard(0, mesh=None)})
-
-
 @on_ranks(2)
 def test_states_of_another_shape_than_their_declared_parameter_are_refused(tmp_path):
     check_refused(tmp_path, declared(experts_of(2), row=torch.zeros(2)), r"state 'row' of 'experts' has shape \[2\]")
@@ -366,10 +357,7 @@ def test_a_replicated_scalar_parameter_has_replicated_moments(tmp_path, kind):
         value = torch.tensor(2.0)
         if size == 2:
             value = distribute_tensor(value, init_device_mesh("cpu", (2,)), [Replicate()])
-        model = nn.ParameterDict({"scale": nn.Parameter(value)})
-        return step(optimized(model, torch.optim.AdamW, foreach=False), steps)
-
-    def step(state: TrainState, steps: int) -> TrainState:
+        state = optimized(nn.ParameterDict({"scale": value}), torch.optim.AdamW, foreach=False)
         for _ in range(steps):
             state.model["scale"].grad = torch.full_like(state.model["scale"], 0.3)
             state.optimizer.step()
@@ -379,9 +367,7 @@ def test_a_replicated_scalar_parameter_has_replicated_moments(tmp_path, kind):
     for saved_on in (1, 2) if kind != "local" else (size,):
         if saved_on <= size:
             states.load_all(tmp_path / str(saved_on), live := stepped(0))
-            moments = live.optimizer.state[live.model["scale"]]
-            assert [isinstance(moments[name], DTensor) for name in (*MOMENTS, "step")] == [size == 2, size == 2, False]
-            assert states.bits(step(live, 1).optimizer) == states.bits(stepped(3).optimizer)
+            assert states.bits(live) == states.bits(stepped(2))
 
 
 def with_local_states(name: str, weight: DTensor, saved: bool) -> TrainState:

@@ -120,11 +120,6 @@ def test_what_may_be_a_checkpoint_is_refused_and_not_ignored(tmp_path, case):
     check_misfit(tmp_path / "run", job(), r"(?s)To start (a|over)|metadata is missing", error=CkptkitError)
 
 
-def test_a_directory_called_latest_resumes_like_any_other(tmp_path):
-    script_file(tmp_path / "latest" / "state.pt", 5)
-    assert load(tmp_path, job()).step == 5
-
-
 NEW: dict[str, Callable[[Path], Any]] = {
     "logs": lambda root: [put(root / name) for name in ("logs/x.log", "events.out.tfevents.1", "slurm-12.out")],
     "side files": lambda root: [put(root / name, b"{}") for name in ("config.json", "tokenizer.json", "hparams.yaml")],
@@ -175,6 +170,7 @@ def test_a_lost_hint_is_refused_unless_the_manager_deleted_its_checkpoint(tmp_pa
 
 
 NEWEST: dict[str, tuple[Callable[[Path], Any], int]] = {
+    "a directory called latest": (lambda r: script_file(r / "latest" / "state.pt", 5), 5),
     "last.ckpt is newer": (lambda r: (script_file(r / "step=90.ckpt", 90), script_file(r / "last.ckpt", 100)), 100),
     "last.ckpt is older": (lambda r: (script_file(r / "step=90.ckpt", 90), script_file(r / "last.ckpt", 80)), 90),
     "an epoch is newer": (lambda r: (script_file(r / "step_5.pt", 5), script_file(r / "epoch_1.pt", 9)), 9),

@@ -189,7 +189,7 @@ def of_flashoptim(name: str, bits: int | None, **settings: Any) -> Callable[[lis
 
         if bits is not None and library.torch is torch:
             cuda = types.SimpleNamespace(is_available=lambda: True)
-            library.torch = Replaced(torch, cuda=cuda, Tensor=torch.Tensor)
+            library.torch = types.SimpleNamespace(**{**vars(torch), "cuda": cuda})
             library.libdevice = types.SimpleNamespace(
                 copysign=lambda a, b: library.tl.where(b < 0, -library.tl.abs(a), library.tl.abs(a))
             )
@@ -202,18 +202,6 @@ def of_flashoptim(name: str, bits: int | None, **settings: Any) -> Callable[[lis
         return kept
 
     return made
-
-
-class Replaced(types.ModuleType):
-    """A module with other values of some attributes."""
-
-    def __init__(self, module: Any, **attributes: Any) -> None:
-        super().__init__(module.__name__)
-        self.__dict__.update(attributes)
-        self.replaced = module
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.replaced, name)
 
 
 def set_data(self: Any, data: torch.Tensor) -> None:

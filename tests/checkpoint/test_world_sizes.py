@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from ckptkit import CheckpointManager, PerRank, TrainState
-from ckptkit.errors import CheckpointMismatchError, UsageError
+from ckptkit.errors import CheckpointMismatchError
 from tests.checkpoint import jobs, states
 from tests.checkpoint.states import different
 from tests.ranks import logged, on_ranks
@@ -236,15 +236,6 @@ def test_a_merged_state_that_does_not_fit_changes_nothing(tmp_path, change, said
     live.extra["ema"].value.change = change
     with states.unchanged(live):
         assert f"extra.ema: {said}" in states.refusal(lambda: states.load(root, live))
-
-
-@pytest.mark.parametrize("where", ["dataloader", "extra"])
-def test_an_objects_own_rule_for_the_ranks_states_must_be_callable(where):
-    loader = Shards(0, 1)
-    loader.merge_ranks = {}  # type: ignore[assignment]
-    given: dict[str, Any] = {"dataloader": loader} if where == "dataloader" else {"extra": {"mine": PerRank(loader)}}
-    with pytest.raises(UsageError, match=r"Shards\.merge_ranks is of type dict, expected a function"):
-        TrainState(**given)
 
 
 def test_if_the_number_of_ranks_changes_their_random_numbers_are_reseeded_kept_or_refused(ranks, tmp_path):
