@@ -28,34 +28,6 @@ def _bin(make: Callable[[], bytes]) -> Build:
     return lambda place: (place.src / "pytorch_model.bin").write_bytes(make())
 
 
-def _chunks(count: int, *, rows: int) -> Build:
-    """Very many boxes of one tensor, of several rows each, that form no grid."""
-
-    def change(metadata: Any) -> None:
-        entry = metadata.state_dict_metadata["weight"]
-        chunk = type(entry.chunks[0])
-        entry.size = torch.Size((count + 4, 4))
-        entry.chunks = [chunk(torch.Size((i, 0)), torch.Size((rows, 4))) for i in range(count)]
-
-    return changed_metadata(change)
-
-
-def _staircase(count: int) -> Build:
-    """A manifest without overlaps for which a sweep over rows compares every pair: quadratic."""
-
-    def change(metadata: Any) -> None:
-        entry = metadata.state_dict_metadata["weight"]
-        first = entry.chunks[0]
-        entry.size = torch.Size((2 * count, 2 * count))
-        corners = [torch.Size((i, 2 * i)) for i in range(count)]
-        entry.chunks = [type(first)(at, torch.Size((count, 1 + at[0] % 2))) for at in corners]
-        index, info = next((i, s) for i, s in metadata.storage_data.items() if i.fqn == "weight")
-        del metadata.storage_data[index]
-        metadata.storage_data |= {type(index)("weight", at, at[0]): info for at in corners}
-
-    return changed_metadata(change)
-
-
 def _objects(value: Any) -> Build:
     def edit(step: Path) -> None:
         edit_json(step / "objects.json", lambda body: body["objects"].update(value))
@@ -90,9 +62,6 @@ BOMBS: dict[str, Build] = {
     "dcp_half": changed_metadata(lambda m: setattr(m.state_dict_metadata["weight"], "size", torch.Size((8, 4)))),
     **{f"dcp_length {n:.3g}": changed_metadata(
         lambda m, n=n: [setattr(info, "length", n) for info in m.storage_data.values()]) for n in (0, 2**400)},
-    "dcp_overlapping": _chunks(2000, rows=4),
-    "dcp_same_place": _chunks(2000, rows=1),
-    "dcp_quadratic": _staircase(4000),
     "zstd_window": changed("zstd", _zstd),
     "header_dtype": written(
         "model.safetensors", header({"w": {"dtype": "F" * 100_000, "shape": [1], "data_offsets": [0, 4]}}) + bytes(4)

@@ -154,7 +154,8 @@ ESCAPES: dict[str, Build] = {
     **{f"weight_map {value!r:.30}": _weight_map(value) for value in (
         "../outside/x.safetensors", "{outside}/x.safetensors", "a/../x.safetensors", "x\0.safetensors", "..\\x.safetensors",
         "", "\uff0e\uff0e/outside/x.safetensors", "https://example.org/x.safetensors", ["x"], None, 7, {"a": 1},
-        "tokenizer.json", "model.safetensors.index.json",
+        "tokenizer.json", "model.safetensors.index.json", "x.safetensors.", "x.safetensors ", "x.safetensors:evil",
+        "mod\u0435l-00001-of-00002.safetensors", ".", "%2e%2e%2foutside%2fsecret.txt",
     )},
     "bin_weight_map": _bin_weight_map,
     **{f"linked {file}": _link(FILES[file], file) for file in (".metadata", "__0_0.distcp", "model.safetensors", "pytorch_model.bin")},

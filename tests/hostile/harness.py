@@ -201,7 +201,6 @@ def _run(place: Place, name: str, events: list[str]) -> Outcome:
 
 
 def _words(text: str, code: int, *, printed: bool) -> list[str]:
-    """Return what is wrong with the output of a command."""
     bad = [f"it shows {word!r}" for word in ("Traceback", "bug in ckptkit", _SECRET) if word in text]
     if printed and any((ord(c) < 32 and c not in "\n\t") or c in "\x7f\u202e\u2066\u2067" for c in text):
         bad.append("it prints control characters of the checkpoint")

@@ -6,8 +6,6 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from tests.hostile import sources
 from tests.hostile.harness import Place
 from tests.hostile.records import edit_json, reseal
@@ -15,7 +13,6 @@ from tests.hostile.sources import Build, Evil, changed, saved
 
 
 def _file(name: str, data: Callable[[Evil], bytes]) -> Build:
-    """A checkpoint of one file with a payload."""
     return lambda place: (place.src / name).write_bytes(data(Evil(place.marker)))
 
 
@@ -31,13 +28,6 @@ def _replaced(control: str, pattern: str, *, raw: bool = False) -> Build:
         path.write_bytes(pickle.dumps(evil) if raw else saved(evil))
 
     return changed(control, change)
-
-
-def _added(place: Place) -> None:
-    """A payload is added to the value of a torch file."""
-    value = torch.load(place.src / "last.ckpt", weights_only=False)
-    value["hyper_parameters"] = Evil(place.marker)
-    torch.save(value, place.src / "last.ckpt")
 
 
 def _rank_metadata(place: Place) -> None:
@@ -87,7 +77,6 @@ PAYLOADS: dict[str, Build] = {
     "zip_ckpt": _file("last.ckpt", _beside_weights),
     "legacy": _file("pytorch_model.bin", lambda evil: saved([evil], _use_new_zipfile_serialization=False)),
     "pickle": _file("model.pt", pickle.dumps),
-    "lightning_hyper_parameters": changed("lightning", _added),
     "lightning_meta": _replaced("lightning_fsdp", "meta.pt"),
     "deepspeed_model": _replaced("deepspeed", "mp_rank_00_model_states.pt"),
     "deepspeed_optimizer": _replaced("deepspeed", "*optim_states.pt"),

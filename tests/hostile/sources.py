@@ -18,8 +18,8 @@ from unittest import mock
 import torch
 import torch.distributed.checkpoint as torch_dcp
 
-from ckptkit import CheckpointManager, TrainState
-from tests.checkpoint import states
+from ckptkit import TrainState
+from tests.checkpoint.states import save_steps
 from tests.hostile.harness import Place
 
 Build = Callable[[Place], Any]
@@ -27,7 +27,6 @@ ZOO = Path(__file__).parents[1] / "zoo"
 
 
 def written(name: str, data: bytes | str) -> Build:
-    """A checkpoint of this file alone."""
     return lambda place: (place.src / name).write_bytes(data if isinstance(data, bytes) else data.encode())
 
 
@@ -38,7 +37,6 @@ def sparse(path: Path) -> None:
 
 
 def saved(value: Any, **options: Any) -> bytes:
-    """Return the bytes of a file of torch.save."""
     out = io.BytesIO()
     torch.save(value, out, **options)
     return out.getvalue()
@@ -106,25 +104,11 @@ def edit_metadata(folder: Path, change: Callable[[Any], Any]) -> None:
 def own(folder: Path) -> None:
     """A run with two SHARDED checkpoints."""
     torch.manual_seed(0)
-    with CheckpointManager(folder) as manager:
-        for step in (1, 2):
-            manager.save(step, TrainState(model=torch.nn.Linear(4, 4), step=step))
-
-
-def full(folder: Path) -> None:
-    states.save(folder, TrainState(model=torch.nn.Linear(4, 4), step=3), 3, state_dict_type="full")
+    save_steps(folder, 1, 2, make=lambda step: TrainState(model=torch.nn.Linear(4, 4), step=step))
 
 
 def binary(folder: Path) -> None:
     torch.save(weights(), folder / "pytorch_model.bin")
-
-
-def legacy(folder: Path) -> None:
-    torch.save(weights(), folder / "pytorch_model.bin", _use_new_zipfile_serialization=False)
-
-
-def lightning(folder: Path) -> None:
-    shutil.copy(ZOO / "lightning_trainer_full" / "epoch=0-step=3.ckpt", folder / "last.ckpt")
 
 
 def zoo(name: str) -> Callable[[Path], Any]:
@@ -133,7 +117,7 @@ def zoo(name: str) -> Callable[[Path], Any]:
 
 
 CONTROLS: dict[str, Callable[[Path], Any]] = {
-    **{make.__name__: make for make in (hf, hf_sharded, dcp, own, full, binary, legacy, lightning)},
+    **{make.__name__: make for make in (hf, hf_sharded, dcp, own, binary)},
     "lightning_fsdp": zoo("lightning_trainer_fsdp_w2"),
     "deepspeed": zoo("deepspeed_zero2_bf16_w2/ckpt"),
     "deepspeed3": zoo("deepspeed_zero3_bf16_tied_w2/ckpt"),
@@ -164,8 +148,6 @@ def deepspeed_classes() -> Iterator[None]:
 
 
 def changed(control: str, change: Callable[[Place], Any]) -> Build:
-    """A good checkpoint, then changed."""
-
     def build(place: Place) -> None:
         CONTROLS[control](place.src)
         change(place)
@@ -174,10 +156,8 @@ def changed(control: str, change: Callable[[Place], Any]) -> Build:
 
 
 def changed_steps(change: Callable[[Path], Any]) -> Build:
-    """A good run, each of whose checkpoints is changed."""
     return changed("own", lambda place: [change(step) for step in sorted(place.src.glob("step_*"))])
 
 
 def changed_metadata(change: Callable[[Any], Any]) -> Build:
-    """A good DCP checkpoint with another `.metadata`."""
     return changed("dcp", lambda place: edit_metadata(place.src, change))

@@ -3,18 +3,15 @@ with a message."""
 
 import shutil
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
-import torch
-from click.testing import Result
 from safetensors.torch import load_file
 
 from tests.cli import commands
 from tests.hostile import bombs, escapes, payloads, sources
 from tests.hostile.attacks import ATTACKS, CONTROLS, HARMLESS
 from tests.hostile.harness import COMMANDS, Place, run_commands
-from tests.hostile.sources import Evil, weights
+from tests.hostile.sources import weights
 from tests.offline.exports import assert_same
 
 REFUSED = {**payloads.PAYLOADS, **escapes.ESCAPES, **bombs.BOMBS, **ATTACKS}
@@ -75,27 +72,16 @@ def test_a_tensor_too_large_for_memory_is_a_ckptkit_error(tmp_path):
 # --- --allow-pickle is used only on request, with a warning, and runs no code
 
 
-@pytest.fixture
-def source(tmp_path):
-    (tmp_path / "src").mkdir()
-    torch.save({"state_dict": weights(), "x": Evil(tmp_path / "PWNED")}, tmp_path / "src" / "model.pt")
-    return tmp_path / "src"
-
-
-def run(source: Path, name: str, *flags: str) -> Result:
-    rest = {"convert": [str(source.parent / "dst")], "reshard": [str(source.parent / "dst"), "--world-size", "2"]}
-    result = commands.run(name, source, *rest.get(name, []), *flags)
-    assert not (source.parent / "PWNED").exists()
-    assert "bug in ckptkit" not in result.output
-    return result
-
-
 @pytest.mark.parametrize("name", ["inspect", "verify", "convert", "reshard"])
-def test_a_file_with_an_unknown_class_is_read_only_with_allow_pickle(name, source):
-    refused = run(source, name)
+def test_a_file_with_an_unknown_class_is_read_only_with_allow_pickle(name, tmp_path):
+    place = Place(tmp_path / "case")
+    payloads.PAYLOADS["zip_pt"](place)
+    dst = place.work / "dst"
+    rest = {"convert": [dst], "reshard": [dst, "--world-size", "2"]}.get(name, [])
+    refused, taken = (commands.run(name, place.src, *rest, *flags) for flags in ([], ["--allow-pickle"]))
+    assert not place.marker.exists() and "bug in ckptkit" not in refused.output + taken.output
     assert refused.exit_code == 1 and "posix.mkdir" in refused.output
-    taken = run(source, name, "--allow-pickle")
     assert taken.exit_code == 0, taken.output
     assert "may be incomplete" in " ".join(taken.stderr.split())
     if name == "convert":
-        assert_same(load_file(source.parent / "dst" / "model.safetensors"), weights())
+        assert_same(load_file(dst / "model.safetensors"), weights())

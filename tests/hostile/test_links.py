@@ -116,18 +116,15 @@ def test_a_symlinked_run_directory_works_like_any_other(place):
     assert committed(place) == ["step_00000003"]
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda store: store.write("a/x", b""), lambda store: store.child("a").write("x", b""), lambda store: store.create("a/x"),
-        lambda store: store.child("a").create("b/x"), lambda store: store.delete(["a/x.json"]),
-        lambda store: store.child("a").delete(["x.json"]), lambda store: store.delete_tree("a/run"),
-        lambda store: store.child("a").delete_tree("run"), lambda store: store.rename("f", "a/f"),
-        lambda store: store.rename("a/x.json", "g"), lambda store: store.make_directory("a/d"),
-        lambda store: store.child("a").make_directory("d"), lambda store: store.child("a").existing().write("x", b""),
-        lambda store: store.child("a").read("x.json"), lambda store: store.list("a"), lambda store: store.child("a").list(),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("change", [
+    lambda store: store.write("a/x", b""), lambda store: store.child("a").write("x", b""), lambda store: store.create("a/x"),
+    lambda store: store.child("a").create("b/x"), lambda store: store.delete(["a/x.json"]),
+    lambda store: store.child("a").delete(["x.json"]), lambda store: store.delete_tree("a/run"),
+    lambda store: store.child("a").delete_tree("run"), lambda store: store.rename("f", "a/f"),
+    lambda store: store.rename("a/x.json", "g"), lambda store: store.make_directory("a/d"),
+    lambda store: store.child("a").make_directory("d"), lambda store: store.child("a").existing().write("x", b""),
+    lambda store: store.child("a").read("x.json"), lambda store: store.list("a"), lambda store: store.child("a").list(),
+])  # fmt: skip
 def test_a_store_refuses_links_that_lead_out_of_it(change, place):
     (place.src / "a").symlink_to(place.outside, target_is_directory=True)
     (place.src / "f").write_bytes(b"x")
@@ -155,9 +152,7 @@ def test_a_step_with_the_record_of_another_checkpoint_is_not_read_pinned_or_dele
         open_source(str(step))
     with pytest.raises(UsageError, match="copied or renamed"):
         pin_forever(str(step), "mine")
-    found = list_checkpoints(store)
-    assert [item.name for item in found.committed] == ["step_00000001"] and list_pins(store) == []
-    assert "copied or renamed" in found.skipped[0].reason
+    assert committed(place) == ["step_00000001"] and list_pins(store) == []
     rotate(store, RetentionPolicy(max_num=1))
     assert step.exists()
 

@@ -107,24 +107,18 @@ def test_a_url_without_a_login_is_accepted_and_shown_unchanged(url):
     assert open_store("file:///data/x?token=1").url == "/data/x?token=1"  # in a path, "?" begins no query
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "token=S3CRET", "aws_secret_access_key=S3CRET", 'header {"Authorization": "Bearer S3CRET"}',
-        "Authorization: Bearer S3CRET", "{'secret_key': 'S3CRET'}", "x.password=S3CRET&y", "account_key=S3CRET;",
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("text", [
+    "token=S3CRET", "aws_secret_access_key=S3CRET", 'header {"Authorization": "Bearer S3CRET"}',
+    "Authorization: Bearer S3CRET", "{'secret_key': 'S3CRET'}", "x.password=S3CRET&y", "account_key=S3CRET;",
+])  # fmt: skip
 def test_a_value_after_the_name_of_a_secret_is_not_shown(text):
     _clean(without_secrets(text))
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "'model.embed_tokens.weight': shape [4]", "cls_token: 1 of 3", "tokenizer.json: it is a fifo", "{'cls_token': 'F32'}",
-        "--include 'key.*'", "max_tokens=5", "key_map=hf", "the keys: a, b", "step=3", "file:///a/b: no", "/a/b@c=d",
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("text", [
+    "'model.embed_tokens.weight': shape [4]", "cls_token: 1 of 3", "tokenizer.json: it is a fifo", "{'cls_token': 'F32'}",
+    "--include 'key.*'", "max_tokens=5", "key_map=hf", "the keys: a, b", "step=3", "file:///a/b: no", "/a/b@c=d",
+])  # fmt: skip
 def test_ordinary_words_are_not_masked_even_if_they_contain_a_short_secret(text):
     redact.keep_secret({"secret": "test"})
     assert without_secrets(text) == text
@@ -199,56 +193,44 @@ def test_a_base_url_with_a_login_is_in_no_message(tmp_path):
 # --- the command line
 
 
-def _commands(url: str, folder: Path) -> dict[str, list[str]]:
-    return {
-        "inspect": ["inspect", url], "inspect json": ["inspect", url, "--json"],
-        "inspect html": ["inspect", url, "--html", str(folder / "page.html")],
-        "verify": ["verify", url], "verify json": ["verify", url, "--json"], "ls": ["ls", url], "ls json": ["ls", url, "--json"],
-        "ls html": ["ls", url, "--html", str(folder / "ls.html")],
-        "diff": ["diff", url, url], "diff json": ["diff", url, url, "--json"],
-        "diff html": ["diff", url, url, "--html", str(folder / "diff.html")],
-        "convert": ["convert", url, str(folder / "hf")], "convert json": ["convert", url, str(folder / "json"), "--json"],
-        "convert dcp": ["convert", url, str(folder / "dcp"), "--to", "dcp"],
-        "convert torch": ["convert", url, str(folder / "x.pt"), "--to", "torch"],
-        "convert out": ["convert", str(folder / "src"), f"{url}/out", "--json"],
-        "reshard": ["reshard", url, str(folder / "w2"), "--world-size", "2", "--json"],
-        "reshard local": ["reshard", url, str(folder / "l2"), "--world-size", "2", "--type", "local"],
-        "prune": ["prune", url, "--max-num", "5", "--json"], "pin": ["pin", url, "--why", "x", "--json"],
-        "unpin": ["unpin", url, "--json"],
-    }  # fmt: skip
+COMMANDS = (
+    "inspect {url}", "inspect {url} --json", "inspect {url} --html {folder}/page.html", "verify {url}", "verify {url} --json",
+    "ls {url}", "ls {url} --json", "ls {url} --html {folder}/ls.html", "diff {url} {url}", "diff {url} {url} --json",
+    "diff {url} {url} --html {folder}/diff.html", "convert {url} {folder}/hf", "convert {url} {folder}/json --json",
+    "convert {url} {folder}/dcp --to dcp", "convert {url} {folder}/x.pt --to torch", "convert {folder}/src {url}/out --json",
+    "reshard {url} {folder}/w2 --world-size 2 --json", "reshard {url} {folder}/l2 --world-size 2 --type local",
+    "prune {url} --max-num 5 --json", "pin {url} --why x --json", "unpin {url} --json",
+)  # fmt: skip
 
 
-COMMANDS = list(_commands("", Path()))
-
-
-def _run(arguments: list[str], folder: Path, caplog: pytest.LogCaptureFixture) -> Any:
+def _run(command: str, url: str, *options: str, folder: Path, caplog: pytest.LogCaptureFixture) -> Any:
     """Run a command, and search its output, log and files for the secret."""
     lay(folder, {"src/model.safetensors": sources.safetensors({"a": [1]})})
-    result = commands.run(*arguments)
+    result = commands.run(*(word.format(url=url, folder=folder) for word in command.split()), *options)
     _clean(result.output, result.stderr, caplog.text)
     local = {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     assert not [name for name, data in {**_remote_files(), **local}.items() if HUSH.encode() in data or HUSH in name]
     return result
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_a_successful_command_shows_no_storage_options(name, tmp_path, caplog):
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_successful_command_shows_no_storage_options(command, tmp_path, caplog):
     states.save("memory://run", TrainState(model=torch.nn.Linear(2, 2), step=1), storage_options=OPTIONS)
-    place = "memory://run" if name.startswith(("ls", "prune")) else "memory://run/step_00000001"
-    result = _run([*_commands(place, tmp_path)[name], "--verbose", *FLAGS], tmp_path, caplog)
+    place = "memory://run" if command.startswith(("ls", "prune")) else "memory://run/step_00000001"
+    result = _run(command, place, "--verbose", *FLAGS, folder=tmp_path, caplog=caplog)
     assert result.exit_code == 0, result.output
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_a_failing_command_shows_no_storage_options(name, tmp_path, caplog):
-    result = _run([*_commands("leaky://bucket/run", tmp_path)[name], "--debug", *FLAGS], tmp_path, caplog)
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_failing_command_shows_no_storage_options(command, tmp_path, caplog):
+    result = _run(command, "leaky://bucket/run", "--debug", *FLAGS, folder=tmp_path, caplog=caplog)
     assert result.exit_code == 1
-    assert "denied" in result.output and ("Traceback" in result.stderr or "verify" in name)
+    assert "denied" in result.output and ("Traceback" in result.stderr or "verify" in command)
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_refuses_a_url_with_a_login_without_showing_it(name, tmp_path, caplog):
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_refuses_a_url_with_a_login_without_showing_it(command, tmp_path, caplog):
     for url in URLS:
-        result = _run([*_commands(url, tmp_path)[name], "--debug"], tmp_path, caplog)
+        result = _run(command, url, "--debug", folder=tmp_path, caplog=caplog)
         assert result.exit_code in (1, 2), url
         assert "put the login into the environment or storage options" in " ".join(result.output.split()), url
