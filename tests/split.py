@@ -59,7 +59,7 @@ NIGHT: dict[str, int] = {
     "tests/docs/test_format.py": 3,
     "tests/offline/test_verify.py::test_each_file_of_another_save_is_found": 5,
     "tests/checkpoint/test_alone.py::test_an_error_of_one_rank_is_raised_on_all_and_nothing_is_written": 3,
-    "tests/formats/pickles/test_walk_files.py::test_oversized_containers_are_refused": 4,
+    "tests/formats/pickles/test_walk.py::test_oversized_containers_are_refused": 4,
     "tests/formats/own/test_record.py::test_a_field_of_a_wrong_type_is_refused": 5,
     "tests/hostile/test_names.py": 4,
     # World sizes, meshes, precisions and optimizers: some combinations by day.
@@ -137,7 +137,7 @@ NIGHT: dict[str, int] = {
     # Sources of every kind, from every system: some by day.
     "tests/formats/test_rank_sources.py": 8,
     "tests/formats/dcp/test_class_records.py": 0,
-    "tests/formats/test_many_slices.py::test_a_hundred_thousand_slices_open_without_an_object_for_each": 0,
+    "tests/formats/dcp/test_catalog.py::test_a_hundred_thousand_slices_open_without_an_object_for_each": 0,
     "tests/offline/test_chains.py": 12,
     "tests/offline/test_convert.py": 12,
     "tests/offline/test_convert.py::test_every_source_of_the_zoo_becomes_hugging_face_bit_for_bit": 5,

@@ -83,7 +83,6 @@ def each(refusals: list[Refusal]) -> pytest.MarkDecorator:
 
 
 def assert_refused(source: Path, refusal: Refusal, tmp_path: Path) -> None:
-    """Damage a copy of a checkpoint below `source`; opening it must raise this error."""
     _, name, damage, error, match = refusal
     shutil.copytree(source / name, tmp_path / "x")
     damage(tmp_path / "x")

@@ -302,24 +302,18 @@ def same(a: Any, b: Any) -> bool:
     if isinstance(a, torch.Tensor):
         return a.dtype is b.dtype and a.shape == b.shape and raw(a) == raw(b)
     if isinstance(a, np.ndarray):
-        return (
-            a.dtype == b.dtype
-            and a.shape == b.shape
-            and (not (a.size and a.flags.forc and b.flags.forc) or a.flags.f_contiguous == b.flags.f_contiguous)
-            and a.flags.writeable == b.flags.writeable
-            and same(a.tolist(), b.tolist())
-        )
+        if not (a.dtype == b.dtype and a.shape == b.shape and a.flags.writeable == b.flags.writeable):
+            return False
+        ordered = not (a.size and a.flags.forc and b.flags.forc) or a.flags.f_contiguous == b.flags.f_contiguous
+        return ordered and same(a.tolist(), b.tolist())
     if isinstance(a, (float, complex)):
         return repr(a) == repr(b)
     if isinstance(a, io.BytesIO):
         return a.getvalue() == b.getvalue()
     if isinstance(a, dict):
-        return (
-            list(map(repr, a)) == list(map(repr, b))
-            and all(map(same, a.values(), b.values()))
-            and getattr(a, "default_factory", None) is getattr(b, "default_factory", None)
-            and getattr(a, "__dict__", None) == getattr(b, "__dict__", None)
-        )
+        extras = [(getattr(x, "default_factory", None), getattr(x, "__dict__", None)) for x in (a, b)]
+        alike = list(map(repr, a)) == list(map(repr, b)) and extras[0] == extras[1]
+        return alike and all(map(same, a.values(), b.values()))
     if isinstance(a, (list, tuple, collections.deque)):
         return len(a) == len(b) and getattr(a, "maxlen", None) == getattr(b, "maxlen", None) and all(map(same, a, b))
     return bool(a == b)

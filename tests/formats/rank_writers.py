@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import ShardingStrategy, StateDictType, fully_shard
@@ -130,24 +130,7 @@ def write_lightrft(out: str, lr: float = 1e-3) -> dict[str, Any]:
     }
 
 
-def write_dcp(out: str, layout: str) -> dict[str, Any]:
-    """Write a model and its optimizer in the layout of Oumi or Lightning Fabric."""
-    model = sharded("1d")
-    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
-    train(model, optimizer.step)
-    state, optim = get_model_state_dict(model), get_optimizer_state_dict(model, optimizer)
-    if layout == "oumi":
-        dcp.save(state, checkpoint_id=f"{out}/model")
-        dcp.save(optim, checkpoint_id=f"{out}/optimizer")
-    else:
-        dcp.save({"net": {f"wrapped.{k}": v for k, v in state.items()}, "opt": optim}, checkpoint_id=out)
-        if dist.get_rank() == 0:
-            torch.save({"step": 7, "config": {"a": 1}}, f"{out}/meta.pt")
-    return {"model": whole(state), "moments": moments(model, optimizer)}
-
-
 def _fsdp1(model: TinyLM, **options: Any) -> Any:
-    """Wrap each layer and the model in FSDP1."""
     warnings.simplefilter("ignore")
     options["device_id"] = torch.device("cpu")
     for index, layer in enumerate(model.layers):

@@ -2,7 +2,6 @@
 
 import contextlib
 import itertools
-import re
 import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -119,6 +118,8 @@ READ: dict[str, tuple[list[str] | dict[str, Any], list[str], str]] = {
     **{f"the latest step, of {ending} files, beside ranks of an older one": (
         [f"{name}.{ending}" for name in ("step_100_rank_0", "step_100_rank_1", "step_200")], [f"step_200.{ending}"], "")
        for ending in ("pt", "ckpt")},
+    **{f"ranks of one step in {name}": (files := [name.format(rank) for rank in range(2)], files, "")
+       for name in ("step_100_rank_{}.pt", "step_100_rank_{}.ckpt", "epoch_3_rank_{}.pt")},
     "ranks of the same model": ([f"{name}.pt" for name in ("model1_shard_0", "model2_shard_0", "model2_shard_1")],
                                 ["model2_shard_0.pt", "model2_shard_1.pt"], ""),
 }  # fmt: skip
@@ -329,15 +330,6 @@ def test_file_names_of_accelerate_before_0_25_are_known(tmp_path, zoo):
         assert catalog.by_role(Role.OPTIMIZER) and "model.embed_tokens.weight" in weights
 
 
-@pytest.mark.parametrize("name", ["step_100_rank_{}.pt", "step_100_rank_{}.ckpt", "epoch_3_rank_{}.pt"])
-def test_ranks_are_not_taken_for_steps_if_all_names_have_the_same_step(tmp_path, name):
-    whole = {name.format(rank): WEIGHTS for rank in range(2)}
-    assert open_source(str(lay(tmp_path, whole))).catalog.info.format == "rank-files"
-    (tmp_path / name.format(1)).rename(tmp_path / name.format(2))
-    with pytest.raises(IncompleteCheckpointError, match=re.escape(name.format(1))):
-        open_source(str(tmp_path))
-
-
 def test_a_replicated_model_with_a_different_buffer_per_rank_is_read_with_a_note(tmp_path):
     parts = [{"w": torch.ones(4, 4), "running_mean": torch.full((4,), float(rank))} for rank in range(2)]
     source = lay(tmp_path, {f"model_rank_{rank}.pt": part for rank, part in enumerate(parts)})
@@ -442,8 +434,6 @@ def without_record(name):
 
 
 def resumed(which, step, **options):
-    """Return a change that loads a checkpoint and saves the next one."""
-
     def change(root):
         with CheckpointManager(root) as manager:
             manager.load(linear(), which)

@@ -1,6 +1,5 @@
-"""Checkpoints that real ranks write during the test: rank files, mixed directories, uneven, HSDP, tensor parallel."""
+"""Checkpoints that real ranks write during the test: rank files, uneven, HSDP, tensor parallel."""
 
-import itertools
 import shutil
 
 import pytest
@@ -13,7 +12,7 @@ from ckptkit.errors import CorruptCheckpointError, IncompleteCheckpointError, Un
 from ckptkit.formats.detect import open_source
 from ckptkit.formats.trainers.master_check import check_masters
 from tests.formats import rank_writers
-from tests.formats.readback import contents, contents_of_file, contents_of_state_dict
+from tests.formats.readback import contents, contents_of_state_dict
 
 
 def opened_with(folder, expected):
@@ -98,12 +97,6 @@ def test_lightrft_masters_are_matched_with_groups_a_tied_head_and_a_frozen_param
         open_source(str(folder))
 
 
-@pytest.mark.parametrize("layout", ["oumi", "fabric"])
-def test_models_and_optimizers_in_dcp_form_are_joined(ranks, tmp_path, layout):
-    source = opened_with(tmp_path, ranks.run(rank_writers.write_dcp, 2, str(tmp_path), layout)[0])
-    assert source.catalog.info.format == {"oumi": "oumi", "fabric": "lightning"}[layout]
-
-
 @pytest.mark.parametrize("use_orig_params", [False, True])
 @pytest.mark.parametrize("world", [2, 3])
 def test_fsdp1_local_state_is_read_with_the_shapes_of_its_optimizer(ranks, tmp_path, use_orig_params, world):
@@ -129,17 +122,6 @@ def test_fsdp1_optimizer_state_is_cut_out_of_its_flat_parameters(ranks, tmp_path
     for path in tmp_path.iterdir():
         path.rename(tmp_path / path.name.replace(f"_world_size_{world}", ""))  # as an unknown system may call it
     assert opened_with(tmp_path, wanted).catalog.info.format == "rank-files"
-
-
-def test_every_model_of_an_accelerate_checkpoint_is_listed(zoo, tmp_path):
-    case = zoo / "accelerate_fsdp2_nodcp_llama_untied_w2"
-    for path, index in itertools.product((case / "checkpoint").glob("*_0_rank*.bin"), range(2)):
-        shutil.copy(path, tmp_path / path.name.replace("_0_rank", f"_{index}_rank"))
-    source = open_source(str(tmp_path))
-    weights, expected = source.catalog.by_role(Role.MODEL), contents_of_file(case / "EXPECTED.safetensors")
-    both = {f"{front}{name}": value for front in ("", "model_1.") for name, value in expected.items()}
-    assert contents(source.store, weights) == both
-    assert all(f"_{int('model_1.' in name)}_rank" in path for name in weights for path in weights[name].slices.paths)
 
 
 def test_rank_files_in_the_format_before_the_zip_are_read(tmp_path):

@@ -113,14 +113,6 @@ def test_shapes_in_module_order_replace_a_layout(local, with_layout):
     assert contents(source.store, source.catalog.by_role(Role.MODEL)) == expected
 
 
-def test_a_layout_of_another_model_is_refused(local, with_layout):
-    layout = _layout(local)
-    layout["_flat_param"]["shapes"][0] = [64, 32]
-    layout["_flat_param"].pop("numels")
-    with pytest.raises(CorruptCheckpointError, match="another model"):
-        open_source(str(local), options=with_layout(layout))
-
-
 UNITS: list[dict[str, Any]] = [
     {"shapes": []}, {"shapes": [[1000000000, "abcdefgh"]]},  # a string multiplied by a billion
     {"shapes": ["ab"]}, {"fqns": [1], "shapes": [[1]]}, {"shapes": [[1]], "numels": ["a"], "pad_mask": [False]},
@@ -143,20 +135,22 @@ def test_padding_between_parameters_is_skipped():
     assert layout["block._flat_param"] == [("block.a", (5, 6), 0), ("block.b", (5,), 32)]
 
 
-def test_padding_may_be_as_large_as_the_number_of_ranks(tmp_path, with_layout):
+def test_padding_may_be_as_large_as_the_number_of_ranks_and_a_layout_of_another_model_is_refused(tmp_path, with_layout):
     piece = StoredTensor(Storage("rank", "0", 4, "float32"), "float32", (1,), (1,))
     records = [ShardedTensorRecord((ShardRecord(piece, Box((rank,), (1,))),), (100,), ()) for rank in range(100)]
     ranks = [{"_flat_param": record} for record in records]
     store, options = open_store(str(tmp_path)), with_layout({"_flat_param": {"fqns": ["w"], "shapes": [[10, 3]]}})
     assert fsdp1_local.read(store, ["rank"], ranks, {}, None, options).tensors["w"].shape == (10, 3)
-    with pytest.raises(CorruptCheckpointError, match="belongs to another model"):
-        fsdp1_local.read(store, ["rank"], ranks[:20], {}, None, options)
+    for parts, shape in ((ranks[:20], [10, 3]), (ranks, [10, 11])):
+        options = with_layout({"_flat_param": {"fqns": ["w"], "shapes": [shape]}})
+        with pytest.raises(CorruptCheckpointError, match="belongs to another model"):
+            fsdp1_local.read(store, ["rank"], parts, {}, None, options)
 
 
 # --- systems with several directories
 
 
-def test_nemo_and_automodel_directories_are_read(tmp_path, zoo):
+def test_nemo_automodel_and_oumi_directories_are_read(tmp_path, zoo):
     info = open_source(str(lay(tmp_path / "name--step=10", {"hf_weights": zoo / "hf_ref_llama_untied"}))).catalog.info
     assert (info.format, info.step) == ("nemo", 10)
     assert "hf_weights/config.json" in info.side_files
@@ -170,6 +164,14 @@ def test_nemo_and_automodel_directories_are_read(tmp_path, zoo):
     assert catalog.info.extra["config"] == {"tie_word_embeddings": True}
     assert "optimizer.state.gain.exp_avg" in catalog.tensors
     assert catalog.tensors["embed.weight"].slices[0].path.startswith("model/shard-")
+    dcps = zoo / "accelerate_fsdp2_sharded_llama_tied_w2" / "checkpoint"
+    parts = {"model": dcps / "pytorch_model_fsdp_0", "optimizer": dcps / "optimizer_0"}
+    oumi, same = open_source(str(lay(tmp_path / "oumi", parts))), open_source(str(dcps))
+    assert oumi.catalog.info.format == "oumi"
+    for role in (Role.MODEL, Role.OPTIMIZER):
+        assert (
+            contents(oumi.store, oumi.catalog.by_role(role)) == contents(same.store, same.catalog.by_role(role)) != {}
+        )
 
 
 REFUSED: list[Refusal] = [

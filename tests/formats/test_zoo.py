@@ -1,18 +1,16 @@
 """Every checkpoint of the zoo, opened as by a user: the weights bit for bit, or a refusal that names the fault."""
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ckptkit.catalog.entry import Catalog, Role
+from ckptkit.catalog.entry import Role
 from ckptkit.errors import CkptkitError, IncompleteCheckpointError, UnsafePathError, UnsafePickleError
 from ckptkit.formats.detect import identify, open_source
 from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.pickles.objects import read_object
-from ckptkit.formats.trainers.master_check import check_masters
 from ckptkit.storage import open_store
 from tests.formats.readback import contents, contents_of_file
 from tests.lazy import modules_after
@@ -93,14 +91,6 @@ def test_an_optimizer_in_other_files_than_the_model_is_read(name):
     found = contents(source.store, {f"{entry.fqn}.{entry.state}": entry for entry in entries})
     assert found == contents_of_file(ZOO / name / "EXPECTED_optimizer.safetensors")
     assert any("not read: train_state_0.pt" in note for note in source.catalog.info.notes)
-
-
-def test_masters_of_the_wrong_parameter_are_found_by_their_cast(zoo):
-    lightrft = open_source(str(zoo / "lightrft_mp_optim_w2" / "global_step7"))
-    tensors = dict(lightrft.catalog.tensors)
-    a, b = (f"optimizer.master.layers.{i}.up.weight" for i in (0, 1))
-    changed = {one: dataclasses.replace(tensors[two], name=one, fqn=tensors[one].fqn) for one, two in ((a, b), (b, a))}
-    assert check_masters(lightrft.store, Catalog(tensors | changed)) == ["layers.0.up.weight", "layers.1.up.weight"]
 
 
 def test_opening_needs_no_torch():

@@ -45,18 +45,12 @@ def _fuzz(target: str, options: argparse.Namespace) -> int:
                 run_input(ALL[target], random.Random(f"{target} {seed}"), Path(name, "x"), memory=warm)
             except (Exception, RecursionError) as error:
                 findings += 1
-                print(f"{target} seed {seed}: {type(error).__name__}: {str(error)[:300]!r} {_place(error)}", flush=True)
+                print(f"{target} seed {seed}: {type(error).__name__}: {str(error)[:300]!r}", flush=True)
                 if options.count == 1:
                     traceback.print_exception(error)
             seed += 1
     print(f"{target}: {seed - options.seed} inputs, {findings} findings", flush=True)
     return findings
-
-
-def _place(error: BaseException) -> str:
-    """Return the last line of our code in the traceback."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "/ckptkit/" in frame.filename]
-    return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
 
 
 if __name__ == "__main__":

@@ -2,13 +2,14 @@
 
 import contextlib
 import copy
-import io
+import functools
 import json
 import random
 import re
-import zipfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
+
+from tests.formats.damages import rezipped
 
 _INTERESTING = [0, 1, 2, 7, 8, 127, 128, 255, 256, 65535, 65536]
 _INTERESTING += [2**31 - 1, 2**31, 2**32 - 1, 2**40, 2**63 - 1, 2**64 - 1]
@@ -133,11 +134,5 @@ def json_text(rng: random.Random, tree: Any) -> bytes:
 
 def mutate_zip(rng: random.Random, data: bytes, change: Callable[[bytes], bytes] | None = None) -> bytes:
     """Return a torch.save archive whose pickle is damaged, with matching sizes and checksums."""
-    out = io.BytesIO()
-    with zipfile.ZipFile(io.BytesIO(data)) as old, zipfile.ZipFile(out, "w") as new:
-        for item in old.infolist():
-            content = old.read(item)
-            if item.filename.endswith("/data.pkl"):
-                content = (change or (lambda raw: mutate(rng, raw)))(content)
-            new.writestr(item.filename, content)
-    return out.getvalue()
+    damage = change or functools.partial(mutate, rng)
+    return rezipped(data, lambda name, raw: [(name, damage(raw) if name.endswith("/data.pkl") else raw)])

@@ -16,12 +16,8 @@ import numpy as np
 import torch
 
 from ckptkit import CheckpointManager, TrainState, list_run, open_checkpoint, verify
-from ckptkit.checkpoint.load.checkpoint import load_checkpoint
-from ckptkit.checkpoint.load.options import LoadOptions
-from ckptkit.checkpoint.run.coordinator import Coordinator
 from ckptkit.checkpoint.run.inventory import list_checkpoints, resolve
 from ckptkit.checkpoint.run.pins import list_pins
-from ckptkit.errors import CkptkitError
 from ckptkit.formats.detect import open_source
 from ckptkit.formats.own.columns import pack, unpack
 from ckptkit.formats.own.manifest import Manifest
@@ -31,7 +27,7 @@ from ckptkit.offline.prune import prune
 from ckptkit.storage.local import LocalStore
 from ckptkit.storage.lock import open_attempts
 from tests.fuzz.mutations import json_text, mutate, mutate_tree
-from tests.fuzz.running import Finding, Target, check_message, refused
+from tests.fuzz.running import Finding, Target, refused
 from tests.hostile.records import reseal
 
 
@@ -102,26 +98,6 @@ def committed_checkpoints(rng: random.Random, folder: Path) -> None:
         raise Finding("something was written")
 
 
-def loads_into_jobs(rng: random.Random, folder: Path) -> None:
-    """Load a fuzzed objects.json with matching digests into a job. A failed load changes nothing."""
-    step = _copy_of_run("sharded", folder) / "step_00000002"
-    _lie_in(rng, step, rng.choice(("objects.json", "objects.json", "manifest.safetensors")))
-    state = _state()
-    before = [parameter.detach().clone() for parameter in state.model.parameters()]  # type: ignore[union-attr]
-
-    def opened() -> Any:
-        source = open_source(str(step))
-        return source.catalog, source.store
-
-    try:
-        load_checkpoint(state, opened, LoadOptions(), coordinator=Coordinator())
-    except CkptkitError as error:
-        check_message(error)
-        after = list(state.model.parameters())  # type: ignore[union-attr]
-        if not all(map(torch.equal, before, after)):
-            raise Finding(f"a load that failed has changed the model: {error}") from error
-
-
 def run_directories(rng: random.Random, folder: Path) -> None:
     """Fuzz records, pins, leases and pointers of a run in listing and pruning."""
     root = _copy_of_run("sharded", folder)
@@ -153,7 +129,6 @@ def run_directories(rng: random.Random, folder: Path) -> None:
 
 
 def local_files(rng: random.Random, folder: Path) -> None:
-    """Fuzz the metadata of a rank's LOCAL file."""
     source = _run("local") / "step_00000002" / "local_00000.safetensors"
     raw = source.read_bytes()
     length = int.from_bytes(raw[:8], "little")
@@ -170,9 +145,7 @@ def local_files(rng: random.Random, folder: Path) -> None:
         summarise(open_source(str(folder)).catalog)
 
 
-OWN: list[Target] = [
-    commit_records, manifests, committed_checkpoints, loads_into_jobs, run_directories, local_files,
-]  # fmt: skip
+OWN: list[Target] = [commit_records, manifests, committed_checkpoints, run_directories, local_files]
 
 
 # --- helpers

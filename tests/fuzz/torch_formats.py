@@ -6,7 +6,7 @@ every checksum matches.
 
 import contextlib
 import functools
-import io
+import itertools
 import random
 import re
 import zlib
@@ -30,11 +30,11 @@ from ckptkit.formats.pickles.walk import loads
 from ckptkit.formats.pickles.zip import memory_store, read_archive
 from ckptkit.formats.torch_save import read_torch_file
 from ckptkit.storage.local import LocalStore
-from tests.formats.described import described
-from tests.formats.pickles.reference import loads_in_c
+from tests.formats.pickles.reference import described, loads_in_c
 from tests.formats.readback import tensor_bytes
 from tests.fuzz.mutations import mutate, mutate_zip
 from tests.fuzz.running import Finding, Target, refused
+from tests.hostile.sources import saved
 
 ZOO = Path(__file__).parents[1] / "zoo"
 
@@ -155,12 +155,8 @@ def _torch_seeds() -> list[bytes]:
         "w": base, "v": base[1:, :, 2], "t": base.transpose(0, 2), "b": base.bfloat16(), "i": torch.arange(3),
         "e": torch.zeros(0, 3), "s": torch.tensor(2.5), "n": [1, "x", None, (2.5, True)],
     }  # fmt: skip
-    seeds = []
-    for protocol in (2, 4):
-        for modern in (True, False):
-            out = io.BytesIO()
-            torch.save(value, out, pickle_protocol=protocol, _use_new_zipfile_serialization=modern)
-            seeds.append(out.getvalue())
+    kinds = itertools.product((2, 4), (True, False))
+    seeds = [saved(value, pickle_protocol=p, _use_new_zipfile_serialization=modern) for p, modern in kinds]
     return [*seeds, (ZOO / "verl_fsdp2_w2/global_step_4/actor/extra_state_world_size_2_rank_0.pt").read_bytes()]
 
 

@@ -16,8 +16,7 @@ from ckptkit import reshard, verify
 from ckptkit.catalog.entry import Catalog
 from ckptkit.errors import CkptkitError
 from ckptkit.formats.dcp.catalog import open_catalog
-from ckptkit.formats.dcp.class_records import in_parts, recipes_of
-from ckptkit.formats.dcp.subclasses import open_tensor
+from ckptkit.formats.dcp.class_records import in_parts
 from ckptkit.storage import open_store
 from tests.formats.dcp_states import load
 from tests.offline.folders import flip
@@ -58,16 +57,6 @@ def save_shards(url: str, changes: list[dict[str, Any]], dim: int = 0) -> None:
     dist.all_gather_object(sizes, local.shape[dim])
     shape = torch.Size((sum(sizes), local.shape[1]) if dim == 0 else (local.shape[0], sum(sizes)))
     saved(Path(url), DTensor.from_local(local, mesh, [Shard(dim)], run_check=False, shape=shape, stride=(shape[1], 1)))
-
-
-def test_the_parts_are_those_that_the_class_names(tmp_path):
-    tensor = state_8bit()
-    here = open_tensor(tensor)
-    catalog = opened(saved(tmp_path / "theirs", tensor))
-    assert here is not None and recipes_of(catalog) == {KEY: here.recipe}
-    for name, part in here.parts.items():
-        entry = catalog.tensors[f"{KEY}::{name}"]
-        assert (entry.shape, entry.state, entry.fqn) == (tuple(part.shape), f"exp_avg::{name}", "w")
 
 
 @pytest.mark.parametrize(("attribute", "value"), [

@@ -77,7 +77,6 @@ def test_any_region_of_a_slice_is_read(limits, case, verify, layout):
 
 
 def vector(name: str, path: str, start: int, numel: int, digest: Digest | None = None) -> TensorEntry:
-    """Return a vector that is stored at this byte of a file."""
     part = TensorSlice(Box((0,), (numel,)), path, start, numel * 4, digest=digest)
     return TensorEntry(name, "float32", (numel,), SliceArray.of([part], 1))
 

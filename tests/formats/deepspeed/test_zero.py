@@ -62,14 +62,6 @@ def test_frozen_parameters_have_no_master_and_each_subgroup_has_its_own_step_cou
     assert len({places["emb.weight"], places["l.0.weight"], places["l.0.bias"]}) == 3
 
 
-def test_parameter_groups_name_their_parameters():
-    catalog = _catalog("zero1_frozen_w2")
-    assert "emb.weight" in catalog.objects["optimizer.param_groups.0.params"].value
-    assert catalog.objects["optimizer.param_groups.1.weight_decay"].value == 0.0
-    assert catalog.objects["consumed"].value == 5  # client state
-    assert catalog.info.step == 2
-
-
 @pytest.mark.parametrize("shapes", ["one dict per subgroup", "a single dict"])
 def test_parameter_groups_name_the_parameters_of_all_their_subgroups(tmp_path, shapes):
     folder = _copy(tmp_path, "zero3_subgroups_frozen_w2")
@@ -78,6 +70,7 @@ def test_parameter_groups_name_the_parameters_of_all_their_subgroups(tmp_path, s
         value["param_shapes"] = {name: shape for group in value["param_shapes"] for name, shape in group.items()}
         torch.save(value, file)
     objects = open_source(str(folder)).catalog.objects
+    assert objects["optimizer.param_groups.1.weight_decay"].value == 0.0
     assert [objects[f"optimizer.param_groups.{group}.params"].value for group in (0, 1)] == [
         ["emb.weight", "l.0.weight", "l.1.weight", "head.weight"], ["l.0.bias", "l.1.bias", "n.weight", "n.bias"],
     ]  # fmt: skip
@@ -95,20 +88,15 @@ def _rewritten(tmp_path: Path, change: Callable[[int, dict[str, Any]], None]) ->
     return str(folder)
 
 
-@pytest.mark.parametrize("older", [(1,), (0, 1)])
-def test_files_of_two_saves_of_an_optimizer_without_steps_are_told_by_the_weights(tmp_path, older):
+def test_a_file_of_another_save_of_an_optimizer_without_steps_is_told_by_the_weights(tmp_path):
     def changed(rank, inner):
         for state in inner["base_optimizer_state"]["state"].values():
             del state["step"]
-        for weights in inner["single_partition_of_fp32_groups"] if rank in older else ():
+        for weights in inner["single_partition_of_fp32_groups"] if rank else ():
             weights.data.mul_(2)
 
-    url = _rewritten(tmp_path, changed)
-    if len(older) == 2:  # the job changed all weights after its last step
-        assert any("model_states.pt have different weights" in note for note in open_source(url).catalog.info.notes)
-    else:
-        with pytest.raises(CorruptCheckpointError, match=r"rank_1_.* and mp_rank_00_.* are from different saves"):
-            open_source(url)
+    with pytest.raises(CorruptCheckpointError, match=r"rank_1_.* and mp_rank_00_.* are from different saves"):
+        open_source(_rewritten(tmp_path, changed))
 
 
 @pytest.mark.parametrize("fixture", ["zero1_frozen_w2", "zero3_subgroups_frozen_w2"])
@@ -271,7 +259,7 @@ def test_tensors_in_the_client_state_are_kept(tmp_path):
     assert {tensors[name].role for name in ("ema.emb.weight", "client_state.emb.weight")} == {Role.OTHER}
     assert objects["ema.decay"].value == 0.9
     assert objects["loops"].value == {"epoch": 3}
-    assert objects["global_steps"].value == 2
+    assert objects["global_steps"].value == source.catalog.info.step == 2
 
 
 def test_a_users_class_in_the_client_state_needs_allow_pickle(tmp_path):

@@ -7,11 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from safetensors import safe_open
 from safetensors.numpy import save_file
-from safetensors.torch import load_file as load_torch
-from safetensors.torch import save_file as save_torch
 
 from ckptkit import convert
 from ckptkit.catalog.entry import Role
@@ -291,17 +288,6 @@ def test_dtypes_below_a_byte_are_not_cast(tmp_path):
     (tmp_path / "src" / "config.json").write_text('{"quantization_config": {"quant_method": "other"}}')
     with pytest.raises(UnsupportedFormatError, match=r"cannot dequantize 3 packed tensors.*F4"):
         convert(str(tmp_path / "src"), str(tmp_path / "out"), dtype="bf16")
-
-
-def test_packed_4bit_pairs_equal_those_of_torch(tmp_path):
-    pytest.importorskip("safetensors", minversion="0.7")  # supports these dtypes
-    pairs = torch.arange(32, dtype=torch.uint8).reshape(4, 8).view(torch.float4_e2m1fn_x2)
-    save_torch({"a": pairs}, tmp_path / "model.safetensors")
-    convert(str(tmp_path), str(tmp_path / "dcp"), to="dcp", world_size=2)
-    convert(str(tmp_path / "dcp"), str(tmp_path / "back"))
-    found = load_torch(tmp_path / "back" / "model.safetensors")["a"]
-    assert found.dtype == torch.float4_e2m1fn_x2
-    assert torch.equal(found.view(torch.uint8), pairs.view(torch.uint8))
 
 
 # --- side files

@@ -14,7 +14,6 @@ import xxhash
 from ckptkit.errors import (
     CorruptCheckpointError,
     IncompleteCheckpointError,
-    IntegrityError,
     UnsafePathError,
     UnsupportedFormatError,
     UsageError,
@@ -22,6 +21,7 @@ from ckptkit.errors import (
 from ckptkit.formats.own import record as layout
 from ckptkit.formats.own.record import CommitRecord, FileRecord, find_record, step_name, step_of_name
 from ckptkit.storage import open_store
+from tests.hostile.test_names import NAMES
 
 FULL = CommitRecord(
     step=1200, tag="final", save_id="0123456789abcdef", sequence=7, data="0123456789abcdef", created=1_700_000_000.25,
@@ -93,11 +93,6 @@ def test_a_field_with_a_wrong_value_is_refused(changes, error, said):
         read(sealed({**body_of(FULL), **changes}))
 
 
-def test_a_changed_field_is_found():
-    with pytest.raises(IntegrityError, match="checksum mismatch"):
-        read(FULL.to_json().replace(b'"step": 1200', b'"step": 1201'))
-
-
 def test_every_flipped_bit_is_found_or_changes_nothing():
     chance = random.Random(1)
     for _ in range(2000):
@@ -125,7 +120,7 @@ def test_a_record_that_cannot_be_written_is_a_usage_error(fields):
 def test_a_step_has_exactly_one_valid_name():
     names = {7: "step_00000007", 10**9: "step_1000000000"}
     assert {step_of_name(name): step_name(step) for step, name in names.items()} == names
-    for name in ("step_7", "step_0000000007", "step_00000007x", "Step_00000007", "step_-0000007", "7"):
+    for name in ("step_7", "step_0000000007", "step_00000007x", "Step_00000007", "step_-0000007", "7", *NAMES):
         assert step_of_name(name) is None
 
 

@@ -17,7 +17,6 @@ from torch.torch_version import TorchVersion
 from ckptkit.catalog.entry import ObjectEntry
 from ckptkit.errors import CorruptCheckpointError, UnsupportedFormatError
 from ckptkit.formats.pickles.objects import Inert, TensorValue, read_object
-from ckptkit.formats.pickles.zip import read_archive
 from ckptkit.storage.local import LocalStore
 
 
@@ -101,11 +100,3 @@ def test_inert_records_do_not_share_fields(tmp_path):
     values = [argparse.Namespace(a=i, b=str(i)) for i in range(500)]
     found = read_object(*entry_of(tmp_path, values))
     assert found == [vars(value) for value in values]
-
-
-def test_tensors_in_a_part_of_a_file_are_read(tmp_path):
-    torch.save({"rng": {"cpu": torch.arange(5), "seed": 3}}, tmp_path / "x.pt")
-    store = LocalStore(str(tmp_path))
-    part = read_archive(store, "x.pt")["rng"]
-    value = read_object(store, ObjectEntry("rng", "x.pt", encoding="value", value=part))
-    assert value["seed"] == 3 and value["cpu"].tolist() == [0, 1, 2, 3, 4]
