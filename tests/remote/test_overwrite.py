@@ -4,6 +4,7 @@ import itertools
 import shutil
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,11 +16,11 @@ from ckptkit.checkpoint.run import commit
 from ckptkit.checkpoint.run.commit import clean_leftovers
 from ckptkit.checkpoint.run.delete import rotate
 from ckptkit.checkpoint.run.pins import _announced
-from ckptkit.errors import CheckpointExistsError, CorruptCheckpointError, IntegrityError
+from ckptkit.errors import CheckpointExistsError, CkptkitError, CorruptCheckpointError, IntegrityError
 from ckptkit.storage.objects import RemoteStore
 from tests.checkpoint.saving import check, fork, save
 from tests.patches import before, die
-from tests.remote.runs import MANY, ONE, UNEVEN, Place
+from tests.remote.runs import MANY, ONE, UNEVEN, Options, Place
 from tests.storage.proxy import PASS, Answer, only
 
 OVER = {**MANY, "overwrite": True}
@@ -159,3 +160,47 @@ def test_prune_aborts_uploads_that_are_old_by_the_clock_of_the_store_and_no_fore
     (left,) = root.unfinished_uploads()
     assert left.name.endswith("/datasets/tokens.bin")
     assert root.read("notes/readme.txt") == b"mine" and check(root) == [1]
+
+
+# --- two commands that write to one URL at once
+
+
+def _making(say: Any, place: Place, start: float, options: Options) -> None:
+    time.sleep(max(0.0, start - time.time()))
+    try:
+        place.make(**options)
+        say(b"done")
+    except CkptkitError as error:
+        say(f"{type(error).__name__}: {error}".encode())
+
+
+def at_once(place: Place, commands: list[Options], apart_s: float) -> list[str]:
+    """Run two commands in two processes, the second a little later; return how each ended."""
+    start = time.time() + 0.3
+    with ThreadPoolExecutor(2) as pool:
+        ends = [
+            pool.submit(fork, _making, place, start + nth * apart_s, options, timeout=120)
+            for nth, options in enumerate(commands)
+        ]
+        assert [end.result()[0] for end in ends] == [0, 0]
+        return [end.result()[1].decode() for end in ends]
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize(
+    "both", [({}, MANY), (MANY, {"world_size": 2}), ({"to": "torch"}, {"to": "torch", "dtype": "bf16"})], ids=str
+)
+def test_one_of_two_concurrent_commands_wins_and_nothing_is_mixed(near, both, overwrite):
+    alone = []
+    for nth, options in enumerate(both):
+        (near / f"alone-{nth}").make(**options)
+        alone.append((near / f"alone-{nth}").comparable())
+    for nth, apart_s in enumerate((0.0, 0.1)):
+        here = near / f"both-{nth}"
+        if overwrite:
+            here.make(**both[0])
+        ends = at_once(here, [{**options, "overwrite": overwrite} for options in both], apart_s)
+        won = [result for result, end in zip(alone, ends, strict=True) if end == "done"]
+        assert won and (overwrite or len(won) == 1), ends
+        found = here.comparable()
+        assert found in won, (ends, sorted(found))

@@ -10,7 +10,7 @@ from moto.core import DEFAULT_ACCOUNT_ID as ACCOUNT
 from moto.s3.models import s3_backends
 
 from ckptkit.checkpoint.run.delete import delete_checkpoint
-from ckptkit.errors import CkptkitError, CorruptCheckpointError
+from ckptkit.errors import CkptkitError, CorruptCheckpointError, StorageError
 from ckptkit.storage import retry
 from tests.checkpoint.states import unchanged
 from tests.remote.runs import TWO, Place, full, on, state_of
@@ -49,6 +49,16 @@ def put_directly(bucket: str, names: Iterable[str]) -> None:
     """Put objects into moto without requests."""
     for name in names:
         s3_backends[ACCOUNT]["aws"].put_object(bucket, name, b"x")
+
+
+def test_an_outage_does_not_trigger_the_fallback_to_an_older_checkpoint(proxy, near, far, at_once):
+    near.save(1, 2)
+    far = far.elsewhere()  # it has not read the record yet
+    proxy.rule = only("503", lambda method, path: path.endswith("/step_00000002/checkpoint.json"))
+    with far.manager() as manager, pytest.raises(StorageError):
+        manager.load(state_of(99), fallback="previous")
+    proxy.rule = PASS
+    far.loads(2)
 
 
 def test_a_run_among_thousands_survives_every_third_request_failing(proxy, far, at_once):
