@@ -61,8 +61,8 @@ def _leaves(value: Any, path: Path, file: str, known: dict[int, bool], levels: i
     """Yield the leaves of a plain value. The caller has limited the value's nesting and size with `plain`.
 
     Args:
-        known: See `has_parts`.
-        levels: See `entries_of`.
+        known: A cache of the results of `has_parts`.
+        levels: The number of levels of dicts that are opened even if they have no tensors.
     """
     # An optimizer may have no tensors, and a parameter's state may consist of numbers.
     opened = is_optimizer(value) or (levels > 0 and isinstance(value, dict) and value)

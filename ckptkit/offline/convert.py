@@ -396,7 +396,7 @@ def _notes(source: Source, export: HFExport, plan: Plan) -> tuple[str, ...]:
 
 
 def _groups(names: Sequence[str], reason: str) -> str:
-    """Return the first components of the names as a phrase that follows `reason`, such as ", in model, optimizer".
+    """Return a phrase to append to `reason`, such as ", in model, optimizer": the first components of the names.
 
     Components that the reason already contains are omitted. Returns "" if none is left.
     """

@@ -271,7 +271,7 @@ def _has_rows(item: OwnTensor, shape: tuple[int, ...]) -> bool:
 
 
 def _resized(target: Target, rows: int, mean: Doubles | None, kind: NewRows) -> OutputTensor:
-    """Return the target with `rows` rows. Each new row is `mean`, or zeros if `mean` is None."""
+    """Return the target with `rows` rows. New rows are `mean`, or zeros if it is None. `kind` is for the label."""
     resized = target.resized(0, rows)
     return _filled(resized, _row_bytes(mean, target), kind) if resized.is_padded else resized
 

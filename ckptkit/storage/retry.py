@@ -331,7 +331,7 @@ class Patience:
             self._hurried.wait(seconds)
 
     def log(self, place: str, error: Exception, waited_s: float, wait: float) -> None:
-        """Log a retry, as a warning if the call has been retried for some time, at most every 30 s."""
+        """Log a retry at level DEBUG or, after some time of retrying, as a warning (at most one every 30 s)."""
         now, left = time.monotonic(), max(wait, self.limit_s - waited_s)
         late = waited_s + wait > _QUIET_S and (self._warned_at is None or now - self._warned_at > _WARN_EVERY_S)
         if late:

@@ -268,14 +268,17 @@ def _said_if_half(state: TrainState) -> Iterator[None]:
 
 
 def _raise_one(answers: Sequence[Any]) -> None:
-    """Raise the ranks' errors, if any, as one error. Its message names the ranks, unless all have the same message."""
+    """Raise the ranks' errors, if any, as one error. Its message names the ranks, unless all have the same message.
+
+    A CheckpointNotFoundError of any rank is raised as it is, because it explains the errors of the others.
+    """
     errors = {rank: answer for rank, answer in enumerate(answers) if isinstance(answer, CkptkitError)}
     if not errors:
         return
     texts: dict[str, list[int]] = {}
     for rank, error in errors.items():
         if isinstance(error, CheckpointNotFoundError):
-            raise error  # this error explains why other ranks did not find files
+            raise error
         texts.setdefault(str(error), []).append(rank)
     kinds = {type(error) for error in errors.values()}
     lines = [text if len(ranks) == len(answers) else f"rank {ranks}: {text}" for text, ranks in texts.items()]

@@ -58,7 +58,10 @@ def resolve_url(url: str, *, storage_options: Mapping[str, Any] | None = None) -
 
 
 def checkpoint_named(url: str, *, storage_options: Mapping[str, Any] | None = None) -> str:
-    """Return the checkpoint's URL if `url` is a name such as RUN/latest (see `resolve_url`), and "" otherwise."""
+    """Return the checkpoint's URL if `url` is a name of a checkpoint, such as RUN/latest (see `resolve_url`).
+
+    Returns "" for other URLs, and if there is no such checkpoint. A damaged checkpoint's URL is returned too.
+    """
     if not NAMED_CHECKPOINT.fullmatch(url.rstrip("/").rpartition("/")[2]):
         return ""
     try:

@@ -467,7 +467,7 @@ def _contents(tensors: Sequence[torch.Tensor], turn: int | None = None) -> Itera
     """Yield a 64-bit fingerprint of each tensor's contents.
 
     Args:
-        turn: Selects every 16th block of a large tensor on the host. Only these blocks are hashed. None: all blocks.
+        turn: Hash only every 16th block of a large tensor on the host, from block `turn` % 16 on. None: hash all.
     """
     import torch
 

@@ -131,7 +131,7 @@ def group_order(first: Mapping[str, Any], other: Mapping[str, Any], *, file: str
 
 
 def _group_keys(inner: Mapping[str, Any]) -> list[tuple[Any, Any]]:
-    """Return the name and the number of partitions of each parameter group on a rank."""
+    """Return, for each parameter group in a rank's file, its name (or None) and its number of partitions as text."""
     counts = inner.get("partition_count")
     counts = counts if isinstance(counts, list) else []
     base = inner.get("base_optimizer_state")

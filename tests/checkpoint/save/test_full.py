@@ -72,7 +72,7 @@ def test_files_are_distributed_over_the_ranks(tmp_path):
 @pytest.mark.parametrize("tie", [False, True])
 def test_from_pretrained_loads_a_full_checkpoint(tmp_path, tie):
     transformers = pytest.importorskip("transformers")
-    state = states.trained(llama(tie).to(torch.bfloat16))
+    state = states.trained(llama(tie_word_embeddings=tie).to(torch.bfloat16))
     states.save(tmp_path, state, state_dict_type="full")
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "step_00000001", dtype="auto")
     assert type(loaded) is type(state.model)
