@@ -39,7 +39,7 @@ def command(src: str, dst: str, *, as_json: bool, **options: Any) -> None:
         there = {**(options["storage_options"] or {}), **(options["src_storage_options"] or {})}
         if run_at(src, storage_options=there) is None:
             return interrupted_words(dst, overwrite=options["overwrite"])
-        return f"The checkpoints in {dst} are complete. Run the same command again to copy the rest."
+        return f"No checkpoint in {dst} is half copied. Run the same command again to copy the rest."
 
     if_interrupted(words)
     with progress_bar("copy") as progress:

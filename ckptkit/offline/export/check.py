@@ -90,7 +90,10 @@ def absent_layers(names: Iterable[str], config: Mapping[str, Any]) -> tuple[str,
 def _vocabulary(name: str) -> str:
     if not name.endswith(("embed_tokens.weight", "lm_head.weight", "wte.weight")):
         return ""
-    return ". Was the vocabulary resized? Then pass a copy of the model with the new config as --base"
+    return (
+        ". Was the vocabulary resized in training? Then pass a copy of the model with the trained size as --base. To "
+        "resize it now, also pass --vocab-size"
+    )
 
 
 def _dtype_note(targets: Mapping[str, Target], wanted: Mapping[str, WantedTensor]) -> tuple[str, ...]:
