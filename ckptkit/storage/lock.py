@@ -277,9 +277,10 @@ def acquire_lease(root: Store, *, look: Callable[[], Store] | None = None) -> Le
         logger.debug("took the lease of %s, generation %d", root.url, state.generation)
         old = [path for generation, path in _generations(view) if generation < state.generation]
         unfinished = [i for i in view.list(STATE_DIRECTORY) if i.path.endswith(".part") or "/clock-" in i.path]
-        if unfinished and (ours := root.info(state.path)) is not None:
-            # Newer ones may belong to contenders that are about to rename them.
-            old += [item.path for item in unfinished if ours.mtime - item.mtime > STARTING_S]
+        with contextlib.suppress(OSError):  # the lease is taken, and must not be lost because of leftovers
+            if unfinished and (ours := root.info(state.path)) is not None:
+                # Newer ones may belong to contenders that are about to rename them.
+                old += [item.path for item in unfinished if ours.mtime - item.mtime > STARTING_S]
         lease = Lease(root, state, since=since, old=old)
         if look is None:
             lease.finish()
