@@ -110,6 +110,25 @@ def resize(
     return made, changed, (_said(kinds, rows, size), *notes)
 
 
+def fitted(
+    targets: Mapping[str, Target],
+    wanted: Mapping[str, tuple[int, ...] | None],
+    config: Mapping[str, Any] | None,
+    size: VocabSize,
+) -> dict[str, Target]:
+    """Return the targets to compare with a base model's shapes (`wanted`).
+
+    The base may have the vocabulary of the checkpoint or the requested one. In the second case, the embedding and the
+    head are returned with `size.rows` rows.
+
+    Raises:
+        CheckpointMismatchError: ckptkit cannot tell which tensors have one row per token.
+    """
+    names, _ = _vocabulary({name: target.shape for name, target in targets.items()}, config)
+    resized = {name: targets[name].resized(0, size.rows) for name in names}
+    return {**targets, **{name: target for name, target in resized.items() if wanted.get(name) == target.shape}}
+
+
 def resize_state(
     own: OwnState,
     config: Mapping[str, Any] | None,
@@ -379,6 +398,8 @@ def _resized_config(
     stated = sorted(set(_stated(config)))
     if config is None or not stated:
         return config, ("no config.json with a vocab_size was found, so none was changed",)
+    if old not in stated and new in stated:  # the config of a base with the new size
+        return config, ()
     if old not in stated and len(stated) > 1:
         raise CheckpointMismatchError(
             f"--vocab-size: the embedding has {old} rows, but config.json has vocab_size "

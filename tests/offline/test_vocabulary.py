@@ -175,6 +175,18 @@ def test_rows_that_megatron_added_beyond_the_vocab_size_of_the_config_are_remove
     assert any("the last 11 rows were removed" in note for note in found.report.notes)
 
 
+@pytest.mark.parametrize("nested", [{}, {"text_config": {"vocab_size": 290}, "vocab_size": 7}])
+def test_a_base_may_have_the_requested_number_of_rows(tmp_path, nested):
+    state = weights()
+    small = {name: tensor[:290] if len(tensor) == ROWS else tensor for name, tensor in state.items()}
+    base = model(tmp_path / "base", small, **{"vocab_size": 290, **nested})
+    source = tmp_path / "in.pt"
+    torch.save(state, source)
+    assert_same(converted(source, tmp_path / "out", base=base, vocab_size=290).tensors, small)
+    said = "vocab.size 7, 290" if nested else "pass --vocab-size 290"
+    refused(CheckpointMismatchError, said, convert, source, tmp_path / "no", base=base, vocab_size=280)
+
+
 @pytest.mark.parametrize("kind", ["sharded", "local"])
 @pytest.mark.parametrize("rows", [30, 48])
 @pytest.mark.parametrize(("tied", "masters"), [(False, True), (True, True), (True, False)])

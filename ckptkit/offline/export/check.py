@@ -50,7 +50,7 @@ def compare_with_base(targets: Mapping[str, Target], base: BaseModel, *, untied:
         free = untied or config_ties(base.config) is not False
         unexpected = [name for name in unexpected if not (free and name in heads)]
     faults = [
-        f"shape: {name} is {list(shapes[name])}, but {list(want.shape)} in the base{_vocabulary(name)}"
+        f"shape: {name} is {list(shapes[name])}, but {list(want.shape)} in the base{_vocabulary(name, want.shape)}"
         for name, want in wanted.items()
         if name in shapes and want.shape is not None and want.shape != shapes[name]
     ]
@@ -87,12 +87,12 @@ def absent_layers(names: Iterable[str], config: Mapping[str, Any]) -> tuple[str,
     return (f"missing: layers {shown}: the config has num_hidden_layers {count}",) if absent else ()
 
 
-def _vocabulary(name: str) -> str:
+def _vocabulary(name: str, shape: tuple[int, ...]) -> str:
     if not name.endswith(("embed_tokens.weight", "lm_head.weight", "wte.weight")):
         return ""
     return (
         ". Was the vocabulary resized in training? Then pass a copy of the model with the trained size as --base. To "
-        "resize it now, also pass --vocab-size"
+        f"resize it now, pass --vocab-size {shape[0]}"
     )
 
 

@@ -574,7 +574,13 @@ def _compare(draft: _Draft) -> None:
         if draft.base.config and not (draft.options.include or draft.options.exclude):
             draft.faults += absent_layers(draft.targets, draft.base.config)
         return
-    result = compare_with_base(draft.targets, draft.base, untied=draft.untied)
+    targets = draft.targets
+    if draft.options.vocabulary is not None:
+        from ckptkit.offline.vocabulary import fitted
+
+        shapes = {name: want.shape for name, want in draft.base.wanted.items()}
+        targets = fitted(targets, shapes, draft.base.config, draft.options.vocabulary)
+    result = compare_with_base(targets, draft.base, untied=draft.untied)
     draft.notes += result.notes
     draft.missing = list(result.missing)
     left_out = {name for name in result.missing if _left_out(draft, name)}
