@@ -16,7 +16,7 @@ from ckptkit.errors import SaveError, UnsupportedFormatError
 from ckptkit.formats.dcp.host_bytes import dtype_name, local_part, why_not_dense, without_subclass
 from ckptkit.formats.dcp.shared_memory import Claim
 from ckptkit.formats.pickles.tensors import PlacementRecord
-from ckptkit.formats.trainers.shards import LocalPart, local_parts, mesh_coordinate
+from ckptkit.formats.trainers.shards import LocalPart, local_parts, mesh_coordinate, ranks_with_copy
 
 if TYPE_CHECKING:
     import torch
@@ -135,13 +135,7 @@ def holders_of(layout: ShardLayout, rank: int) -> tuple[int, ...]:
     if coordinate is None:
         return ()
     ranks = np.array(layout.mesh_ranks).reshape(layout.mesh_shape)
-    same = ranks[
-        tuple(
-            slice(None) if placement.kind == "replicate" else position
-            for position, placement in zip(coordinate, layout.placements, strict=True)
-        )
-    ]
-    return tuple(same.flatten().tolist())
+    return ranks_with_copy(ranks, coordinate, [placement.kind == "replicate" for placement in layout.placements])
 
 
 @functools.lru_cache(maxsize=256)

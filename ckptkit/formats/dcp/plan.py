@@ -40,7 +40,7 @@ from ckptkit.formats.dcp.index import Path, PlannedKey, RankPart, key_table
 from ckptkit.formats.dcp.records import RecordFrame, frame_object, frame_tensor, is_plain
 from ckptkit.formats.pickles.tensors import PlacementRecord
 from ckptkit.formats.pickles.weights_only import dump_plain
-from ckptkit.formats.trainers.shards import local_parts
+from ckptkit.formats.trainers.shards import local_parts, ranks_with_copy
 from ckptkit.storage.store import Store
 
 _SPLIT = 1 << 20  # smaller replicas are not split
@@ -389,16 +389,9 @@ def _cut_by_mesh(
         return None
     index = meshes.setdefault(mesh, len(meshes))
     held = _held(value)
-    turn, count = 0, 1
-    for dim, placement in enumerate(placements):
-        if isinstance(placement, Replicate):
-            turn = turn * mesh.size(dim) + coordinate[dim]
-            count *= mesh.size(dim)
-    if saving is not None and count > 1:
-        copies = mesh.mesh[tuple(slice(None) if isinstance(p, Replicate) else c
-                                 for c, p in zip(coordinate, placements, strict=True))]  # fmt: skip
-        present = [rank for rank in copies.flatten().tolist() if rank in saving]
-        turn, count = present.index(mesh.get_rank()), len(present)
+    copies = ranks_with_copy(mesh.mesh.numpy(), coordinate, [isinstance(p, Replicate) for p in placements])
+    present = [rank for rank in copies if saving is None or rank in saving]
+    turn, count = present.index(mesh.get_rank()), len(present)
     if 0 in shape and any(c for c, p in zip(coordinate, placements, strict=True) if not isinstance(p, Replicate)):
         turn = count  # this rank writes nothing, because one record is enough for an empty tensor
     return _Cut(

@@ -14,6 +14,9 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+import numpy.typing as npt
+
 from ckptkit.catalog.box import Box, row_major_strides
 from ckptkit.catalog.entry import TensorSlice
 from ckptkit.errors import CorruptCheckpointError, UnsupportedFormatError
@@ -128,6 +131,19 @@ def mesh_coordinate(rank: int, mesh_shape: Sequence[int], ranks: Sequence[int] |
     for stride, size in zip(row_major_strides(tuple(mesh_shape)), mesh_shape, strict=True):
         coordinate.append(position // stride % size)
     return tuple(coordinate)
+
+
+def ranks_with_copy(
+    ranks: npt.NDArray[np.int64], coordinate: Sequence[int], replicated: Sequence[bool]
+) -> tuple[int, ...]:
+    """Return the ranks that hold the same part of a tensor as the rank at `coordinate`, in the order of the mesh.
+
+    Args:
+        ranks: The mesh's ranks, in the mesh's shape.
+        replicated: Whether each mesh dimension replicates the tensor.
+    """
+    same = tuple(slice(None) if copies else at for at, copies in zip(coordinate, replicated, strict=True))
+    return tuple(ranks[same].flatten().tolist())
 
 
 def _check_placements(
