@@ -170,7 +170,7 @@ class UnsafePathError(CorruptCheckpointError):
 
 
 class CheckpointMismatchError(CkptkitError, ValueError):
-    """A checkpoint has other names, shapes or dtypes than the state into which it is loaded, or than the base model.
+    """The names, shapes or dtypes in a checkpoint do not match the state into which it is loaded, or the base model.
 
     Nothing was changed.
     """

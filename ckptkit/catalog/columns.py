@@ -149,7 +149,7 @@ class BoxTable:
         return self.owners.item(int(np.searchsorted(self.elements, number, side="right")) - 1)
 
     def take(self, keep: Bool) -> BoxTable:
-        """Return the boxes that a mask selects, of the same tensors."""
+        """Return a table of the same tensors with only the boxes that the mask `keep` selects."""
         wide, counts = (
             np.repeat(keep, self.ndims[self.owners]),
             np.bincount(self.owners[keep], minlength=len(self.stops)),

@@ -411,7 +411,7 @@ def _unknown(place: Candidate, url: str) -> CkptkitError:
         )
     if len(files) > 1:
         return CheckpointNotFoundError(
-            f"{url} has {len(files)} files of torch.save: {first_few(files, 8)}. Give the one you mean: "
+            f"{url} has {len(files)} torch.save files: {first_few(files, 8)}. Give the one you mean: "
             f"{command_line('inspect', f'{url}/{may_hold_model(files)[0]}')}"
         )
     return CheckpointNotFoundError(f"{url} holds no checkpoint. Found: {shown}. Expected {_EXPECTED}.")

@@ -25,14 +25,14 @@ from ckptkit.formats.pickles.walk import Unknown
 from ckptkit.formats.state_names import STEP_PATHS, STEPS
 from ckptkit.storage.store import Store
 
-# Names that torch.save's users give only to models.
+# Names that people give only to torch.save files of models.
 MODEL_FILES = ("pytorch_model.bin", "model.pt", "model.pth", "model.bin", "model.ckpt", "model_optim_rng.pt")
 
-# Parts of names that users give to other files: optimizers, schedulers, loss functions.
+# Parts of names that people give to other torch.save files: optimizers, schedulers, loss functions.
 _OTHER_FILES = re.compile(r"optim|sched|scaler|rng|random|extra|criterion|sampler|dataloader", re.IGNORECASE)
 TORCH_ENDINGS = (".pt", ".pth", ".ckpt", ".bin", ".pth.tar", ".th")  # endings of torch.save files
 TORCH_STARTS = (b"PK", b"\x80\x02")  # first bytes of a torch.save file: a zip archive, or a pickle
-_MAX_BIN = 16  # how many .bin files of a directory are looked into
+_MAX_BIN = 16  # if a directory has more .bin files, they are not opened
 INDEX_SUFFIX = ".bin.index.json"
 # Megatron saves its arguments with the weights. These arguments say over how many ranks the model is split.
 _SPLITS = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
@@ -85,27 +85,27 @@ def _open_directory(store: Store, names: Sequence[str], options: ReadOptions) ->
     files = torch_files(store, names) or [name for name in names if name.endswith(TORCH_ENDINGS)]
     chosen = model_file(files)
     if not files:
-        raise CheckpointNotFoundError(f"{store.url} has no file of torch.save.")
+        raise CheckpointNotFoundError(f"{store.url} has no torch.save file.")
     if chosen is None:
         raise CheckpointNotFoundError(
-            f"{store.url} has {len(files)} files of torch.save: {', '.join(files[:5])}. Name the one you mean."
+            f"{store.url} has {len(files)} torch.save files: {', '.join(files[:5])}. Name the one you mean."
         )
     return open_file(store, chosen, options=options)
 
 
 def torch_files(store: Store, names: Iterable[str]) -> list[str]:
-    """Return the torch.save files. Files that end in .bin must also begin like a file of torch.save.
+    """Return the torch.save files. A .bin file counts only if its first bytes are those of a torch.save file.
 
-    If many files end in .bin, only those with the usual names of models are returned. The others must be data.
+    If many files end in .bin, they are assumed to be data, except those with a usual name for a model.
     """
     found = [name for name in names if name.endswith(TORCH_ENDINGS)]
-    if sum(name.endswith(".bin") for name in found) > _MAX_BIN:  # so many files with unusual names must be data
+    if sum(name.endswith(".bin") for name in found) > _MAX_BIN:  # so many files are probably data
         found = [name for name in found if not name.endswith(".bin") or name in MODEL_FILES]
     return [name for name in found if not name.endswith(".bin") or begins_like_torch(store, name)]
 
 
 def begins_like_torch(store: Store, name: str) -> bool:
-    """Return whether a file begins like a file of torch.save, or is empty.
+    """Return whether a file is empty, or its first bytes are those of a torch.save file.
 
     If the file is a symlink that is broken or leads out of the store, returns whether its name contains "model". Other
     such links usually lead to data.
@@ -150,7 +150,7 @@ def _refuse_part(value: Any, path: str) -> None:
 
 
 def read_torch_file(store: Store, path: str, options: ReadOptions = DEFAULTS) -> Any:
-    """Return the value in a file of torch.save (zip or the older format) or in a plain pickle, which has no tensors.
+    """Return the value in a torch.save file (zip or the older format) or in a plain pickle, which has no tensors.
 
     Reads no tensor bytes. With `options.allow_pickle`, instances of classes that are not on the allow-list become inert
     records.

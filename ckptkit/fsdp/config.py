@@ -549,7 +549,9 @@ def _check_combinations(config: FSDPConfig) -> None:
             "Try auto_wrap_policy='TRANSFORMER_BASED_WRAP'."
         )
     if config.use_orig_params is False and config.compile:
-        raise UsageError("use_orig_params=False excludes compile=True: compiled blocks need the original parameters.")
+        raise UsageError(
+            "use_orig_params=False conflicts with compile=True: compiled blocks need the original parameters."
+        )
     if config.offload == "params" and config.device not in ("auto", "cpu") and config.precision == "master":
         raise UsageError(
             "offload='params' runs the optimizer on the host, where precision='master' would keep two copies "

@@ -188,7 +188,7 @@ def prove(source: Exported, targets: Sequence[Target]) -> None:
         )
 
 
-_PROBLEMS = {"missing_keys": "missing", "unexpected_keys": "unexpected", "mismatched_keys": "with another shape"}
+_PROBLEMS = {"missing_keys": "missing", "unexpected_keys": "unexpected", "mismatched_keys": "with a different shape"}
 
 
 @contextmanager

@@ -109,8 +109,8 @@ def plan_for(config: FSDPConfig, world_size: int) -> ParallelPlan:
         inside = config.tp * config.cp
         if local % inside:
             raise UsageError(
-                f"{config.sharding_strategy.value} with 'auto' sizes shards inside a node; a node has {local} ranks "
-                f"and tp={config.tp} x cp={config.cp} = {inside} does not divide it. Give `shard` a number of ranks."
+                f"{config.sharding_strategy.value} with 'auto' sizes shards inside nodes, but a node has {local} "
+                f"ranks, not a multiple of tp={config.tp} x cp={config.cp} = {inside}. Give `shard` a number of ranks."
             )
         shard = local // inside
     return ParallelPlan.resolve(world_size, replicate=replicate, shard=shard, tp=config.tp, cp=config.cp)

@@ -125,7 +125,7 @@ class AcceleratorCheckpoints:
         lost = [name for name in report.skipped if name.startswith("extra.object_")]
         if (left or lost) and mine.is_main_process:
             _log.warning(
-                "register_for_checkpointing: %d objects are registered, but the checkpoint has another number. "
+                "register_for_checkpointing: %d objects are registered, but the checkpoint has a different number. "
                 "Not restored: %s.", len(mine._custom_objects), ", ".join([*left, *lost]),
             )  # fmt: skip
 

@@ -71,7 +71,7 @@ def gathered_optimizer(optimizer: Any, state: TrainState) -> dict[str, Any]:
 def scatter_model(module: torch.nn.Module, whole: Mapping[str, Any], *, strict: bool = True) -> None:
     """Load rank 0's tensors into a live model. All ranks must call this. Ranks other than 0 pass {}.
 
-    Casts to another dtype are logged.
+    Casts are logged.
 
     Raises:
         CheckpointMismatchError: Names or shapes do not match, or tied weights have different values in `whole`.
@@ -94,7 +94,7 @@ def scatter_model(module: torch.nn.Module, whole: Mapping[str, Any], *, strict: 
     if wrong or (strict and (missing or unexpected)):
         raise CheckpointMismatchError(
             f"the checkpoint does not fit the model: {len(missing)} missing: {missing[:5]}, {len(unexpected)} "
-            f"unexpected: {unexpected[:5]}, {len(wrong)} with another shape: {wrong[:5]}. Nothing was loaded."
+            f"unexpected: {unexpected[:5]}, {len(wrong)} with a different shape: {wrong[:5]}. Nothing was loaded."
         )
     cast = [n for n, t in live.items() if isinstance(whole.get(n), torch.Tensor) and whole[n].dtype != t.dtype]
     if cast:

@@ -189,7 +189,7 @@ class FitPosition:
                 return "after Lightning has read one batch ahead, which the resumed run skips (the data has no length)"
             return "inside an epoch, whose data the resumed run reads from the start (the dataloader has no state_dict)"
         if self.weights_are_replaced():
-            return "in a validation, while the model has other weights than those being trained"
+            return "in a validation, while the weights being trained are temporarily replaced"
         return None
 
     # --- resuming

@@ -106,7 +106,7 @@ class StopSignal:
             others = (self._votes if agreed else self._after_error).all_gather(replaced)
         except RankFailedError:
             return "not all ranks have stopped"
-        return "the model has other weights than those being trained" if any(others) else None
+        return "the weights being trained are temporarily replaced" if any(others) else None
 
     def close(self) -> None:
         """Restore Lightning's signal handlers."""

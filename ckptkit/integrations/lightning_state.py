@@ -278,7 +278,7 @@ class LightningCheckpoints:
             if getattr(wrapped, "generator", None) is not None and self._coordinator.is_main:
                 _log.warning(
                     "%s draws the order of the data, and its state is not saved on several ranks: the resumed run may "
-                    "use another order. Pass a DistributedSampler(shuffle=True) to the dataloader.",
+                    "use a different order. Pass a DistributedSampler(shuffle=True) to the dataloader.",
                     type(wrapped).__qualname__,
                 )
 

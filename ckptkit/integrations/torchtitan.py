@@ -336,8 +336,8 @@ class _ByDataRank:
         saved, here = found.get("world_size"), self._loader.dp_world_size
         if saved != here:
             raise CheckpointMismatchError(
-                f"dataloader: it was saved on {saved} data-parallel ranks, this job has {here}, and torchtitan cannot "
-                "divide its state differently. To read the data from the start, add 'dataloader' to "
+                f"the dataloader was saved on {saved} data-parallel ranks, but this job has {here}, and torchtitan "
+                "cannot redistribute its state. To read the data from the start, add 'dataloader' to "
                 "exclude_from_loading."
             )
         return found

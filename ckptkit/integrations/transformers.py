@@ -51,8 +51,8 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers
     as usual. `train(resume_from_checkpoint=...)` works too: True requires a checkpoint (ckptkit's or the Trainer's),
     False starts a new run (in an empty `url`), and a path loads that Trainer checkpoint.
 
-    At the end of training, exports the model (or a PEFT model's adapter) for `from_pretrained`. If all steps were done
-    before, only exports. All ranks need the callback. Plain, DDP and FSDP2 models are supported.
+    At the end of training, exports the model (or a PEFT model's adapter) for `from_pretrained`. If no step is
+    left to train, only exports. All ranks need the callback. Plain, DDP and FSDP2 models are supported.
 
     Args:
         url: The root of the run's checkpoints.
@@ -256,7 +256,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers
         self._find_best()  # the Trainer forgets checkpoints that it does not find on disk
 
     def _warn_of_other_samples(self) -> None:
-        """Warn if a step has another number of samples than in the saved run: the Trainer skips samples by steps."""
+        """Warn if a step has more or fewer samples than in the saved run: the Trainer skips steps, not samples."""
         trainer, report = self._trainer, self.loaded
         assert report is not None
         now = trainer.get_total_train_batch_size(trainer.args)

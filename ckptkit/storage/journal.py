@@ -180,7 +180,7 @@ def resumable(parent: LocalStore, name: str, *, dead: Collection[str] = ()) -> L
     In such a directory, at least one step is finished, and all processes that wrote to it are dead.
 
     Args:
-        dead: Owner files whose processes are dead, as `dead_owner_files` found on other machines.
+        dead: Owner files on other machines whose processes are known to be dead (see `dead_owner_files`).
     """
     found = []
     for left in _staging_directories(parent, name):

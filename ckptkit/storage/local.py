@@ -285,8 +285,8 @@ class LocalStore(Store):
     def _read_quick(self, jobs: _Jobs) -> int:
         """Do short reads in this thread while the data is in the page cache. Return the number of reads done.
 
-        Threads take five times as long to read cached data, because they compete for the GIL. Data from disk they read
-        faster.
+        Threads read data from disk faster, but take five times as long for cached data, because they compete for the
+        GIL.
         """
         waits = 0
         for done, (fd, path, span, items) in enumerate(jobs):

@@ -266,8 +266,8 @@ def acquire_lease(root: Store, *, look: Callable[[], Store] | None = None) -> Le
                     root.make_directory(STATE_DIRECTORY)
                 except FileExistsError:
                     check_state_directory(root)
-            # Put-if-absent: exactly one of several contenders wins. Without conditional writes, look again whether the
-            # name is free, if that was seen too long ago. Not synced, because a power cut ends this process, too.
+            # Put-if-absent: exactly one of several contenders wins. Without conditional writes, check again that the
+            # name is free, unless this was just checked. No sync: after a power cut, this process is gone, too.
             look_again = root.has_conditional_writes is False and since - started >= _FRESH_S
             (root if look_again else root.with_free_names()).write(state.path, state.to_json(root), sync=False)
         except FileExistsError:

@@ -281,8 +281,8 @@ class Patience:
     All calls of an operation, in all threads, share one Patience. After one call has given up, the others give up soon.
 
     Args:
-        limit_s: No call is retried later than this many seconds after its first try. If this is at least `TIMEOUT_S`,
-            each call nevertheless gets `_LEAST` tries. None means `timeout_s()`.
+        limit_s: No call is retried later than this many seconds after its first try. There is one exception: if the
+            limit is at least `TIMEOUT_S`, a call gets at least `_LEAST` tries. None means `timeout_s()`.
     """
 
     def __init__(self, limit_s: float | None = None) -> None:

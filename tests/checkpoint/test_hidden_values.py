@@ -247,11 +247,11 @@ def with_states(change: Callable[[Any], Any]) -> Hook:
 HOOKS: dict[str, tuple[Hook, str]] = {
     "other moments": (
         with_states(lambda state: {name: value.bfloat16() for name, value in state.items()}),
-        "returns other values than the optimizer has: 'exp_avg' of weight. Only",
+        "returns values that differ from the optimizer's: 'exp_avg' of weight. Only",
     ),
     "another rate": (
         lambda _, given: given["param_groups"][0].update(lr=9.0),
-        "returns other values than the optimizer has: 'lr' of group 0. Only",
+        "returns values that differ from the optimizer's: 'lr' of group 0. Only",
     ),
     "another setting": (lambda _, given: given["param_groups"][0].update(more=1), "has 'more', but only 'state'"),
     "another state": (lambda _, given: given["state"].update(more=1), "has 'more', but only 'state'"),

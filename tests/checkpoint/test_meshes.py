@@ -405,7 +405,7 @@ def test_states_of_own_shards_load_only_if_each_rank_has_the_same_one(tmp_path, 
             if not said:
                 assert states.bits(live) == states.bits(with_factors(*order, True)), (saved, name)
             if (saved, name) == ("in order", "in another order"):
-                assert "w.factor, w.total" in said and "here, on 4 ranks: S(0) on [4], in another order" in said
+                assert "w.factor, w.total" in said and "here, on 4 ranks: S(0) on [4], in a different order" in said
 
 
 @on_ranks(4)
@@ -419,7 +419,7 @@ def test_states_of_a_ranks_own_shard_do_not_load_if_stages_are_on_other_ranks(tm
         return with_local_states(name, distribute_tensor(whole, mesh["dp"], [DTensorShard(0)]), saved)
 
     states.check_round_trip(tmp_path, stage(False, True), stage(False, False), kind)
-    check_misfit(tmp_path, stage(True, False), r"(?s)factor.*here, on 4 ranks: S\(0\) on \[2\], in another order")
+    check_misfit(tmp_path, stage(True, False), r"(?s)factor.*here, on 4 ranks: S\(0\) on \[2\], in a different order")
 
 
 @pytest.mark.parametrize("kind", ["sharded", "full"])

@@ -586,7 +586,7 @@ def test_states_in_the_form_of_flashoptims_state_dict_are_refused_by_name(tmp_pa
     first, live = made("FlashAdamW of flashoptim", 0, True, range(2)), made("FlashAdamW of flashoptim", 1, True)
     url, states = str(tmp_path / "theirs"), get_optimizer_state_dict(first.model, first.optimizer)
     dcp.save({"model": first.model.state_dict(), "optimizer": states}, checkpoint_id=url)
-    said = r"up\.weight\.exp_avg::.*FlashAdamW keeps these states in another form"
+    said = r"up\.weight\.exp_avg::.*FlashAdamW keeps these states in a different form"
     check_misfit(tmp_path / "run", live, f"(?s){said}", which=url)
 
 

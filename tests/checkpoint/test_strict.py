@@ -104,15 +104,15 @@ def test_all_differences_are_listed_at_once_and_nothing_changes(run):
     for words in (
         "model: 2 missing in the checkpoint: new.weight, new.bias",
         "model: 1 unexpected: base.bias",
-        "model: 1 with another shape: base.weight ([8, 4] in the checkpoint, expected [6, 4])",
-        "model: 1 with another dtype: lora.weight (float32 in the checkpoint, expected bfloat16)",
+        "model: 1 with a different shape: base.weight ([8, 4] in the checkpoint, expected [6, 4])",
+        "model: 1 with a different dtype: lora.weight (float32 in the checkpoint, expected bfloat16)",
         "optimizer: 2 missing in the checkpoint: new.weight, new.bias",
         "optimizer: 1 unexpected: base.bias",
         "extra: 1 missing in the checkpoint: extra.missing_thing",
         "Options of CheckpointManager.load: strict=False loads what matches, include=[...]",
     ):
         check_misfit(run, state, re.escape(words))
-    check_misfit(run, state, r"(?s)\A(?!.*strict=False).*another shape.*load: include=\[", strict=False)
+    check_misfit(run, state, r"(?s)\A(?!.*strict=False).*a different shape.*load: include=\[", strict=False)
     state.optimizer = None
     check_misfit(run, state, r"include=\[\.\.\.\] names what to load(; convert_dtype=True casts)?\.", optimizer="skip")
 
@@ -659,7 +659,7 @@ def test_moments_of_bf16_weights_have_the_dtype_that_the_live_optimizer_needs(
         state.optimizer = MasterWeightOptimizer(state.optimizer)
     run = save(tmp_path, source)
     if dtype is torch.bfloat16:
-        said = r"with another dtype: base\.weight\.exp_avg \(float32 (?s:.*)convert_dtype"
+        said = r"with a different dtype: base\.weight\.exp_avg \(float32 (?s:.*)convert_dtype"
         check_misfit(run, state, said, strict=False)
     load(run, state, strict=False, convert_dtype=casts)
     assert moments(state) == moments(source, dtype)
@@ -706,8 +706,8 @@ def test_a_model_in_extra_is_compared_before_anything_changes(tmp_path, per_rank
     root = save(tmp_path, state(saved))
     low, other = net().bfloat16(), net()
     other["new"] = nn.Linear(2, 2)
-    check_misfit(root, state(low), r"extra\.ema: 3 with another dtype")
-    check_misfit(root, state(net(16)), r"extra\.ema: 3 with another shape")
+    check_misfit(root, state(low), r"extra\.ema: 3 with a different dtype")
+    check_misfit(root, state(net(16)), r"extra\.ema: 3 with a different shape")
     check_misfit(root, state(other), r"extra\.ema: 2 missing in the checkpoint: new")
     load(root, state(low), convert_dtype=True)
     assert bits(low) == bits(copy.deepcopy(saved).bfloat16())

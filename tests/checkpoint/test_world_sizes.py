@@ -222,7 +222,7 @@ class Merging(nn.Linear):
     [
         ("part", "1 missing in the checkpoint: bias"),
         ("more", "1 unexpected: more (rank 1)"),
-        ("cast", "2 with another dtype"),
+        ("cast", "2 with a different dtype"),
     ],
 )
 @on_ranks(2)

@@ -207,7 +207,7 @@ NOT_OPENED: dict[str, tuple[dict[str, Any] | None, type[CkptkitError], str]] = {
         {"best/model.safetensors": HF, "last/model.safetensors": HF}, CheckpointNotFoundError, "best, last"),
     "two models": (
         {"netG_10.pth": WEIGHTS, "netD_10.pth": WEIGHTS}, CheckpointNotFoundError,
-        r"2 files of torch\.save: netD_10\.pth, netG_10\.pth\. Give .*: ckptkit inspect \S+/netD_10\.pth"),
+        r"2 torch\.save files: netD_10\.pth, netG_10\.pth\. Give .*: ckptkit inspect \S+/netD_10\.pth"),
     "a pointer that leads outside": (
         {"sub/": None, "latest": "../outside", "../outside/model.safetensors": HF}, CheckpointNotFoundError,
         "Expected"),
@@ -223,7 +223,7 @@ NOT_OPENED: dict[str, tuple[dict[str, Any] | None, type[CkptkitError], str]] = {
         r"model_rank0\.safetensors and 1 more are per-rank files"),
     "steps from 0 of two models, most of whose weights are frozen": (
         {f"{kind}checkpoint_{step}.pt": {"model": {"frozen": torch.ones(9), "head": torch.full((2,), float(step))}}
-         for step in range(3) for kind in ("", "ema_")}, CheckpointNotFoundError, "has 6 files of torch"),
+         for step in range(3) for kind in ("", "ema_")}, CheckpointNotFoundError, "has 6 torch"),
     **{f"tensor-parallel ranks with equal norms in {name}": (  # the first name is that of Meta's Llama weights
         {name.format(rank): {"wq": torch.full((4, 4), float(rank)), "norm": torch.ones(4)} for rank in range(2)},
         UnsupportedFormatError, "They are shards, and the files do not say how to join them")

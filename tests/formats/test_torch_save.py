@@ -171,10 +171,10 @@ def test_shards_are_joined_with_and_without_an_index_and_a_missing_one_or_a_fals
 
 
 def test_a_directory_without_a_single_model_is_refused_with_its_files(tmp_path):
-    with pytest.raises(CheckpointNotFoundError, match="has no file of torch"):
+    with pytest.raises(CheckpointNotFoundError, match=r"has no torch\.save file"):
         open_catalog(LocalStore(tmp_path))
     save(tmp_path, weights(), "a.pt")
-    with pytest.raises(CheckpointNotFoundError, match=r"has 2 files of torch.save: a\.pt, b\.pt\. Name"):
+    with pytest.raises(CheckpointNotFoundError, match=r"has 2 torch.save files: a\.pt, b\.pt\. Name"):
         open_catalog(save(tmp_path, weights(), "b.pt"))
 
 

@@ -78,7 +78,7 @@ def test_torch_enums_are_accepted():
     ({"sharding_strategy": "NO_SHARD", "cp": 2}, "cp=2 shards parameters .* NO_SHARD keeps"),
     ({"sharding_strategy": "SHARD_GRAD_OP", "replicate": 2}, "HYBRID_SHARD_ZERO2"),
     ({"auto_wrap_policy": "NO_WRAP", "transformer_layer_cls": "X"}, "auto_wrap_policy is NO_WRAP"),
-    ({"use_orig_params": False, "compile": True}, "use_orig_params=False excludes compile"),
+    ({"use_orig_params": False, "compile": True}, "use_orig_params=False conflicts with compile"),
     ({"tp": 0}, "tp is 0"),
     ({"tp": "auto"}, "a number of ranks, 1 or more\\."),
     ({"shard": True}, "or 'auto'"),

@@ -329,7 +329,7 @@ def test_each_rank_continues_with_the_data_of_its_data_parallel_rank(ranks, tmp_
     assert ranks.run(_data, 4, folder, [0, 0, 1, 1], True, own) == [100, 100, 101, 101]
     assert ranks.run(_data, 4, folder, [0, 1, 0, 1], False) == [100, 101, 100, 101]
     assert ranks.run(_data, 2, folder, [0, 1], False) == [100, 101]
-    with pytest.raises(RankError, match=r"saved on 2 data-parallel ranks, this job has 1.* exclude_from_loading"):
+    with pytest.raises(RankError, match=r"saved on 2 data-parallel ranks, but this job has 1.* exclude_from_loading"):
         ranks.run(_data, 2, folder, [0, 0], False)
 
 

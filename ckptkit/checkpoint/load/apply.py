@@ -143,9 +143,9 @@ def _tell_separated(plan: OptimizerPlan, weights: Mapping[str, torch.Tensor], re
         return
     for names in separated(plan.views, memories(plan.optimizer, weights)):
         note = (
-            f"{plan.key}: {first_few(names)} shared memory when they were saved, and do not now. An optimizer that "
-            "changes one of them through another continues differently. States that share memory before the load keep "
-            "sharing it, except those in lists and dicts"
+            f"{plan.key}: {first_few(names)} shared memory when they were saved, but no longer do. If the optimizer "
+            "changes one of them through another, training continues differently. To avoid this, let them share memory "
+            "before the load: then they still share it afterwards, unless they are in lists or dicts"
         )
         report.notes.append(note)
         if rank == 0:
@@ -242,7 +242,7 @@ def apply_optimizer(
         for fqn, state_name, other, other_name in plan.same:
             if state_name in new.get(fqn, {}) and other_name in new.get(other, {}):
                 one, first = new[fqn][state_name], new[other][other_name]
-                # Another rank may have recorded `same`. On this rank, these may have been two different tensors.
+                # If another rank recorded `same`, the two states may have been different tensors on this rank.
                 if why_not_dense(one) or same_tensors(one, first):
                     new[fqn][state_name] = first
         apply_state(plan.optimizer, plan.parameters, new, shared, plan.groups.settings, keep=plan.keep)

@@ -77,7 +77,11 @@ class Mismatches:
             call: The function that the user called. The message suggests options of this function. `include` and
                 `optimizer` are suggested only for MANAGER.
         """
-        kinds = {"with another shape": self.shapes, "with another dtype": self.dtypes, "incompatible": self.others}
+        kinds = {
+            "with a different shape": self.shapes,
+            "with a different dtype": self.dtypes,
+            "incompatible": self.others,
+        }
         if strict:
             kinds = {"missing in the checkpoint": self.missing, "unexpected": self.unexpected, **kinds}
         if elsewhere and not any(sections for sections in kinds.values() if sections is not self.unexpected):

@@ -123,7 +123,7 @@ def adopt(catalog: Catalog, store: Store, state: TrainState, *, optimizer: bool 
     objects.add_extras(saved.rest(used), flattened, saved.unread)
     if saved.tensors:
         notes.append(
-            f"not restored: {counted(len(saved.tensors), 'tensor')}, neither weights nor optimizer state: "
+            f"not restored: {counted(len(saved.tensors), 'tensor')} (neither weights nor optimizer state): "
             f"{first_few([entry.name for entry in saved.tensors], 3)}."
         )
     notes += [f"not restored: {name}: {why}" for name, why in (*objects.lost, *saved.unread.items())]
@@ -378,7 +378,7 @@ def _matched(saved: Collection[str], live: Sequence[str], notes: list[str]) -> d
     if not named and (len(live) == 1 or _are_in_order(saved)):
         named = dict(zip(in_natural_order(saved), live, strict=True))
     if saved and not named:
-        notes.append(f"not restored: {', '.join(saved)}, because their names are not those of {', '.join(live)}.")
+        notes.append(f"not restored: {', '.join(saved)}, because their names do not match {', '.join(live)}.")
     return named
 
 
@@ -438,7 +438,7 @@ def _renamed(
 def _same_bytes(one: TensorEntry, other: TensorEntry) -> bool:
     """Return whether two entries refer to the same bytes of a file, or to bytes with equal digests.
 
-    They do if two attributes of the saved model hold the same module.
+    This is the case if two attributes of the saved model hold the same module.
     """
 
     def content(part: TensorSlice) -> tuple[Any, ...]:
@@ -548,9 +548,9 @@ def _by_position(saved: SavedOptimizer, key: str, state: TrainState) -> dict[str
 
 
 def _fits(states: Collection[tuple[int, ...]], shape: tuple[int, ...]) -> bool:
-    """Return whether states with the shapes `states` can belong to a parameter of `shape`.
+    """Return whether optimizer states with the shapes `states` can belong to a parameter with the shape `shape`.
 
-    They can in each of these cases:
+    Returns True in each of these cases:
     - there are no states;
     - at least one state has the parameter's shape;
     - at least one has this shape without one of its last two dimensions, as in transformers' Adafactor;

@@ -165,9 +165,9 @@ def _optimizer(load: Planning, plan: OptimizerPlan, names: Mapping[int, str]) ->
 def _other_settings(optimizer: Any, groups: Sequence[Mapping[str, JSON]]) -> str:
     """Describe why saved settings are those of another class of optimizer. Returns "" if they may be of this class.
 
-    They are of another class if they lack numbers that this class has, and have numbers that this class lacks. For
-    example, SGD has a momentum, and Adam has betas. Between versions or implementations of one class, only switches
-    (True or False) differ, or numbers are only added or only removed.
+    They are those of another class if they lack numbers that this class has, and also have numbers that this class
+    lacks. For example, SGD has a momentum, and Adam has betas. Versions and implementations of the same class differ
+    only in their switches (True or False), or one of them has all the numbers of the other and more.
     """
     defaults = getattr(getattr(optimizer, "base", optimizer), "defaults", {})
     saved = {name: value for group in groups for name, value in group.items()}
@@ -181,10 +181,7 @@ def _other_settings(optimizer: Any, groups: Sequence[Mapping[str, JSON]]) -> str
 
 
 def _shards_here(plan: OptimizerPlan) -> dict[str, Held]:
-    """Return the keys of saved states of whole parameters for which this rank's optimizer has plain shards.
-
-    The value of each key is SHARD.
-    """
+    """Map saved states that have the full shape, but are plain shards in the live optimizer, to SHARD, by key."""
     live = {fqn: (parameter, plan.live[fqn]) for fqn, parameter in plan.parameters.items()}
     names = shard_names(live.values())
     found = {(fqn, name): entry for fqn, entries in plan.states.items() for name, entry in entries.items()}
@@ -277,8 +274,8 @@ def _opened_states(load: Planning, plan: OptimizerPlan, fqn: str, parameter: tor
         if name in entries and (why := entries[name].slices.opaque):
             others.append(
                 f"{fqn}.{name} {why} in the checkpoint: torch's dcp.save pickled each shard as an object of its "
-                "class, which only the class can read. Load them with torch's dcp.load on as many ranks, and save "
-                "them again"
+                "class, which only the class can read. Load them with torch's dcp.load on the same number of "
+                "ranks, and save them again"
             )
         elif name in entries:
             others.append(unlike(f"{fqn}.{name}", recipe, None))
@@ -301,7 +298,7 @@ def _of_their_state_dict(load: Planning, plan: OptimizerPlan) -> list[str]:
     if not names:
         return []
     more, kind = f" and {len(names) - 5} more" if len(names) > 5 else "", type(plan.optimizer).__name__
-    text = f"{', '.join(names[:5])}{more}: {kind} keeps these states in another form. Load the checkpoint with"
+    text = f"{', '.join(names[:5])}{more}: {kind} keeps these states in a different form. Load the checkpoint with"
     return [f"{text} dcp.load and {kind}.load_state_dict, and save it again"]
 
 
@@ -317,7 +314,7 @@ def _of_other_ranks(load: Planning, plan: OptimizerPlan, saved: OptimizerTree) -
     own = [key[len(plan.key) + 1 :] for key in load.own.bound if key.startswith(f"{plan.key}.")]
     own = [key.removeprefix("state.").removeprefix("values.") for key in own]
     mine, others = ({fqn for key, fqn in found if key == plan.key} for found in (load.own.mine, load.own.others))
-    # Whether this rank had other parameters than now, and other ranks had its parameters (pipeline stages).
+    # Whether this rank had parameters that it lacks now, and has some that only other ranks had (pipeline stages).
     moved = mine - plan.parameters.keys() and others & plan.parameters.keys()
     if own and (moved or not (load.own.fits and alike)):
         names, whose = own, f"each of the {load.own.ranks} ranks that saved them has its own"
@@ -326,7 +323,7 @@ def _of_other_ranks(load: Planning, plan: OptimizerPlan, saved: OptimizerTree) -
     else:
         return []
     more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    order = ", in another order" if here == saved.layouts and load.own.fits else ""
+    order = ", in a different order" if here == saved.layouts and load.own.fits else ""
     return [
         f"{', '.join(names[:5])}{more}: {whose}, so they load only where the parameters are sharded the same way "
         f"(saved by {load.own.ranks or load.plan.catalog.info.world_size} ranks: {_cuts(saved.layouts)}; here, on "

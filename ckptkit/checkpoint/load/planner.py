@@ -186,8 +186,9 @@ def _placed(mesh_shape: Sequence[int], placements: Sequence[str]) -> str:
 def _moved(state: TrainState, catalog: Catalog) -> str:
     """Describe the first tensor that is placed differently here than in the checkpoint. Returns "" if the meshes agree.
 
-    They agree if all tensors that are sharded both here and in the checkpoint are placed alike. If there are such
-    tensors, others may be sharded on one side only: a reshard cannot always distinguish buffers from parameters.
+    A tensor that is sharded only here, or only in the checkpoint, counts as a difference only if no tensor is sharded
+    in the same way in both. A reshard cannot always distinguish buffers from parameters, so such tensors may occur even
+    if the meshes agree.
     """
     from torch.distributed.tensor import DTensor
 

@@ -225,9 +225,9 @@ class Reading:
     ) -> bool:
         """Return whether the load can fill a live state in place.
 
-        It can if a new state would have the same dtype, shape, placement and memory order. Returns False for a state
-        with one element, because such a state may have been saved from another device. If a state shares memory with
-        other states, its shape may differ from the parameter's.
+        This is possible if a new state would have the same dtype, shape, placement and memory order. Returns False for
+        a state with one element, because such a state may have been saved from another device. If a state shares memory
+        with other states, its shape may differ from the parameter's.
 
         Args:
             dtype, shape: Those of the state after the load.

@@ -329,7 +329,7 @@ def _check_directory(path: Path) -> None:
 
 
 def about_new(root: Store, inventory: Inventory) -> str:
-    """Return the log message for a new run, with leftovers of killed saves, and other runs that may have been meant."""
+    """Return the log message for a new run. It names leftovers of killed saves, and runs that may have been meant."""
     text = f"{root.url} has no checkpoint yet"
     left = [item.path for item in inventory.abandoned + inventory.in_progress]
     if left:

@@ -45,7 +45,7 @@ def unnamed_files(root: Store, path: str, record: CommitRecord) -> list[str]:
 
 
 def split_files(place: Store) -> tuple[list[str], list[str]]:
-    """Return the files that a dead save or conversion left in its directory `place`, and the files of others."""
+    """Return the files that a dead save or conversion left in its directory `place`, and all other files."""
     listed = place.list(recursive=True)
     ours = [i.path for i in listed if i.kind == "file" and (may_be_saved(i.path) or belongs(place, i))]
     return ours, sorted({item.path for item in listed}.difference(ours))
@@ -61,7 +61,7 @@ def clear(root: Store, path: str) -> list[str]:
     else:
         root.end_uploads(root.unfinished_uploads(path))
     if left:
-        text = "was left by a dead save; it keeps these files, which others wrote: %s"
+        text = "was left by a dead save. These files in it are kept, because other programs wrote them: %s"
         warn_once(logger, f"{root.url}/{path}", text, first_few(left))
     return left
 

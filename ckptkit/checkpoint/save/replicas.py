@@ -131,8 +131,8 @@ class Fingerprints:
             if f"{section}.{part}" not in apart
         }
         self.keys = [*found, *trees, *declared, *replicas]
-        # Hash the parameters' names, too: ranks with different parameters (pipeline stages) have different values.
-        # Not so for "shared": it belongs to no parameter, and has the same names on all ranks.
+        # Hash the parameters' names, too: ranks with different parameters (pipeline stages) have different values. But
+        # not for "shared", which belongs to no parameter, and has the same names on all ranks.
         salts = {
             f"{section}.{part}": "".join(f" {fqn}" for group in taken.tree["param_groups"] for fqn in group["params"])
             for section, taken in captured.optimizers.items()
@@ -363,7 +363,7 @@ def warn_of(keys: Collection[str], captured: Captured) -> None:
         "The values of %s differ between ranks: each rank's own values are saved. They load only on the same number of "
         "ranks with the same shards.": own,
         "Unsharded tensors differ between ranks (%s): each rank's own values are saved, and restored on the "
-        "same number of ranks. On another number of ranks, all get one rank's values.": other,
+        "same number of ranks. On a different number of ranks, all get one rank's values.": other,
     }
     for text, found in texts.items():
         if found:

@@ -311,15 +311,15 @@ class Saver:
     def _warn_of_new_start(self, request: SaveRequest) -> None:
         """Warn if this job has loaded no checkpoint, and the run's previous checkpoint has a later step than this save.
 
-        Then the user probably forgot to call `load`.
+        In this case, the user probably forgot to call `load`.
         """
         if self.seen is None or request.resumed_from is not None or len(self.seen.committed) < 2:
             return
         before, saved = self.seen.committed[-2:]
         if before.step > saved.step:
             _log.warning(
-                "%s/%s was saved, but this job did not load %s, until now the latest checkpoint. The next load "
-                "continues from step %d. To continue a run, call manager.load(state) before the first save.",
+                "%s/%s was saved, but this job did not load %s, which was the latest checkpoint until now. The next "
+                "load continues from step %d. To continue a run, call manager.load(state) before the first save.",
                 self.root.url,
                 saved.name,
                 before.name,

@@ -75,7 +75,7 @@ class _Reads:
         places: Byte offset of the region's first element in the target, or -1 if the region can't be read straight into
             the target.
         dense: True if the region is contiguous and row-major in the source.
-        lying: True if the region is `dense` and the source is not compressed.
+        raw: True if the region is `dense` and the source is not compressed.
         checked: True if the slice's digest covers exactly the region's bytes.
         records: Digests of the slices. Row i belongs to region i. The algorithm is -1 if a slice has no digest.
     """
@@ -90,7 +90,7 @@ class _Reads:
     strides: Int64
     places: Int64
     dense: Bool
-    lying: Bool
+    raw: Bool
     checked: Bool
     records: RecordTable
 
@@ -264,7 +264,7 @@ class Filler:
             lambda row: f"{reads.origins[reads.sources[row]].path}: {wanted[reads.owners[row]].entry.name!r}",
             ADVICE,
         )
-        together = reads.lying & ((reads.places >= 0) | (reads.nbytes < _SMALL))
+        together = reads.raw & ((reads.places >= 0) | (reads.nbytes < _SMALL))
         rows = np.flatnonzero(together)
         rows = rows[np.lexsort((reads.starts[rows], reads.sources[rows]))]
         most = _BATCH_REMOTE
@@ -274,7 +274,7 @@ class Filler:
             self.nbytes += check_slices(self.store, self.unchecked(), self.workers)
         with closing(SourceReader(self.store, reads.origins, verifier, cached=False)) as reader:
             jobs: list[tuple[int, Callable[[], int]]] = [
-                (int(reads.nbytes[batch].sum()), partial(self._read_lying, reader, reads, batch))
+                (int(reads.nbytes[batch].sum()), partial(self._read_raw, reader, reads, batch))
                 for batch in batches(rows, reads.nbytes[rows], most)
             ]
             jobs += [
@@ -289,7 +289,7 @@ class Filler:
                 raise
         self._wanted, self._planned = [], None
 
-    def _read_lying(self, reader: SourceReader, reads: _Reads, rows: Int64) -> int:
+    def _read_raw(self, reader: SourceReader, reads: _Reads, rows: Int64) -> int:
         """Read the regions `rows`, which are contiguous and not compressed, in file order. Return their size."""
         ranges: list[Range] = []
         buffers: list[tuple[int, torch.Tensor]] = []
@@ -376,9 +376,9 @@ def _plan(wanted: Sequence[_Wanted], *, check: bool) -> _Reads:
         )
     within, steps = found.offsets - low[owners], row_major(extent)[owners]
     dense = is_dense(found.sizes, found.strides)
-    lying = dense & np.array([origin.codec is None for origin in origins.all], bool)[sources[rows]]
+    raw = dense & np.array([origin.codec is None for origin in origins.all], bool)[sources[rows]]
     in_place = np.array([w.dtype is w.target.dtype and lies_row_major(w.target) for w in wanted], bool)
-    direct = lying & in_place[owners] & is_dense(found.sizes, steps)
+    direct = raw & in_place[owners] & is_dense(found.sizes, steps)
     records = RecordTable(
         sources[rows], first_bytes[rows], record_bytes[rows], values[rows],
         np.array([item[0] if check else -1 for item in known], np.int64)[owners], owners,
@@ -387,7 +387,7 @@ def _plan(wanted: Sequence[_Wanted], *, check: bool) -> _Reads:
     checked &= (records.starts == starts[rows]) & (records.nbytes == lengths[rows])
     return _Reads(
         origins.all, owners, records.sources, found.starts, numel * itemsizes[owners], within, found.sizes,
-        found.strides, np.where(direct, (within * steps).sum(axis=1) * itemsizes[owners], -1), dense, lying, checked,
+        found.strides, np.where(direct, (within * steps).sum(axis=1) * itemsizes[owners], -1), dense, raw, checked,
         records,
     )  # fmt: skip
 

@@ -126,7 +126,7 @@ def group_order(first: Mapping[str, Any], other: Mapping[str, Any], *, file: str
         there.setdefault(key, []).append(index)
     found = [there[key].pop(0) if there.get(key) else -1 for key in _group_keys(first)]
     if -1 in found or any(there.values()):
-        raise CorruptCheckpointError(f"{file} has other parameter groups than the file of rank 0.")
+        raise CorruptCheckpointError(f"the parameter groups in {file} differ from those in the file of rank 0.")
     return found
 
 
@@ -175,7 +175,7 @@ def _complete(found: Mapping[tuple[int, int], str], model: Mapping[str, Any]) ->
     else:
         most = {layer: max(expert for other, expert in found if other == layer) for layer in layers}
         if any(number > len(found) for number in most.values()):
-            raise IncompleteCheckpointError(f"there are files of {len(found)} experts, but not numbered 0, 1, ...")
+            raise IncompleteCheckpointError(f"the files of {len(found)} experts are not numbered 0, 1, ...")
         wanted = [(layer, expert) for layer in layers for expert in range(most[layer] + 1)]
     missing = [place for place in wanted if place not in found]
     if missing:

@@ -207,7 +207,8 @@ def read_optim_states(
     parts = [_parts(value, name, models.stage3) for name, value in zip(names, inner, strict=True)]
     if len({len(of_rank) for of_rank in parts}) > 1:
         raise CorruptCheckpointError(
-            f"the ranks have {sorted({len(of_rank) for of_rank in parts})} groups in {_WEIGHTS[models.stage3]}."
+            f"the ranks have different numbers of groups in {_WEIGHTS[models.stage3]}: "
+            f"{sorted({len(of_rank) for of_rank in parts})}."
         )
     if len(set(partitions)) > 1:  # with experts, the groups' order may differ between ranks
         for rank, (name, value) in enumerate(zip(names, inner, strict=True)):

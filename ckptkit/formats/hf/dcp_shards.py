@@ -45,7 +45,9 @@ def open_shards(store: Store, names: Sequence[str]) -> Catalog:
     side = _side_files(store)
     counted = _check_vocabulary(entries, side.config or {}, world_size)
     doubt = (
-        {} if counted else {"unproved": "that the files of the last ranks are here: nothing says how many ranks wrote"}
+        {}
+        if counted
+        else {"unproved": "that no files of the last ranks are missing: no file says how many ranks there were"}
     )
     return Catalog(
         entries,

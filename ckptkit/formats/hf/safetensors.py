@@ -181,7 +181,7 @@ def _without_index(store: Store, tensors: list[str]) -> list[str]:
     if len(tensors) > 1 and all(re.search(r"rank[_-]?\d", name) for name in tensors):
         raise UnsupportedFormatError(
             f"{tensors[0]} and {len(tensors) - 1} more are per-rank files, but do not say which part of a tensor each "
-            "rank has. Save them with torch's own HuggingFaceStorageWriter, or as a DCP."
+            "rank has. Save them with torch's own HuggingFaceStorageWriter, or as a DCP checkpoint."
         )
     if len(tensors) > 1:
         raise CorruptCheckpointError(

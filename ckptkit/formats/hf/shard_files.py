@@ -67,6 +67,6 @@ def numbered_files(names: Sequence[str], extension: str) -> list[str] | None:
         gone = [f"{stem}-{i:0{len(total)}d}-of-{total}.{extension}" for i in absent]
         there = f"{len(have)} of {int(total)} shards were found; "
         raise IncompleteCheckpointError(
-            there + (f"missing: {', '.join(gone)}." if gone else "some have other numbers.")
+            there + (f"missing: {', '.join(gone)}." if gone else "some have unexpected numbers.")
         )
     return sorted(match[0] for match in matches)

@@ -73,7 +73,7 @@ def check_json(value: Any, place: str, advice: str = "") -> None:
     if isinstance(value, Mapping):
         for key, inner in value.items():
             if not isinstance(key, str):  # JSON would silently turn {1: ...} into {"1": ...}
-                raise UsageError(f"{place} has the key {key!r:.80}; keys of JSON are strings.{advice}")
+                raise UsageError(f"{place} has the key {key!r:.80}; JSON keys must be strings.{advice}")
             check_json(inner, f"{place}.{key:.80}", advice)
     elif isinstance(value, (list, tuple)):
         for index, inner in enumerate(value):

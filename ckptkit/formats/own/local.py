@@ -107,7 +107,7 @@ def open_catalog(store: Store, *, options: ReadOptions = DEFAULTS) -> Catalog:
                     f"{path}: tensor {name!r} has a malformed description ({error})."
                 ) from error
             if about.setdefault(key, (stored.dtype, shape)) != (stored.dtype, shape):
-                raise CorruptCheckpointError(f"{path}: tensor {key!r} has another dtype or shape than on other ranks.")
+                raise CorruptCheckpointError(f"{path}: tensor {key!r} has a different dtype or shape on other ranks.")
             box = Box(offsets, stored.shape)
             if not box.within(shape):
                 raise CorruptCheckpointError(f"{path}: tensor {name!r} is outside the shape {list(shape)} of {key!r}.")

@@ -246,7 +246,7 @@ def _differing(names: Iterable[str]) -> tuple[str, ...]:
     if not found:
         return ()
     keys = first_few(found, 3)
-    get = "exports, and loads on another number of ranks, get one rank's values"
+    get = "exports, and loads on a different number of ranks, get one rank's values"
     return (f"the values of {keys} differ between ranks: {get}",)
 
 

@@ -159,14 +159,14 @@ def read_pickled(
             "torch.load(weights_only=False), and save it again."
         )
     raise CorruptCheckpointError(
-        f"{file}: it begins with {head[:8]!r}. Expected a file of torch.save, or a pickle of protocol 2 or newer."
+        f"{file}: it begins with {head[:8]!r}. Expected a torch.save file, or a pickle of protocol 2 or newer."
     )
 
 
 def load_object_torch(store: Store, entry: ObjectEntry) -> Any:
     """Load an entry's value with torch's own weights_only loader. Imports torch.
 
-    Entries that are not files of torch.save are read by `read_object` instead.
+    Entries that are not torch.save files are read by `read_object` instead.
     """
     if entry.encoding != "torch_save":
         return read_object(store, entry)

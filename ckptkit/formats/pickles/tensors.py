@@ -409,10 +409,10 @@ def _held_by(kind: str, made: Any, state: Any) -> StoredTensor:
     """Return the inner tensor that holds all values of a tensor of the class `kind` (see `ONE_TENSOR`)."""
     held = state.get(ONE_TENSOR[kind][0]) if isinstance(state, dict) else None
     if not isinstance(held, StoredTensor) or not isinstance(made, _Wrapper) or not isinstance(made.dtype, TorchDType):
-        raise ValueError(f"a {kind} without its tensor")
+        raise ValueError(f"a {kind} has no inner tensor")
     if (held.dtype, held.shape) != (made.dtype.name, made.shape):
         raise ValueError(
-            f"a {kind} of {made.dtype.name} {list(made.shape)}, whose tensor is {held.dtype} {list(held.shape)}"
+            f"a {kind} is {made.dtype.name} {list(made.shape)}, but its inner tensor is {held.dtype} {list(held.shape)}"
         )
     return held
 

@@ -242,7 +242,7 @@ class Layout:
         inside = [name for name in members if name.endswith((".pt", ".pth", ".bin", ".ckpt"))]
         if not pickles and inside:  # stable-baselines3
             raise UnsupportedFormatError(
-                f"{file} is an archive of several files of torch.save: {first_few(inside)}. Unpack it into an empty "
+                f"{file} is an archive of several torch.save files: {first_few(inside)}. Unpack it into an empty "
                 "directory, and give one of these files."
             )
         if len(pickles) != 1:

@@ -119,7 +119,7 @@ def parse_layout(content: Any, where: str) -> dict[str, Unit]:
         where: Name of the layout's file, for the error message.
 
     Raises:
-        UsageError: The layout has another form.
+        UsageError: The layout does not have this form.
     """
     found = {}
     for unit, body in content.items() if isinstance(content, dict) else [("", content)]:

@@ -81,7 +81,7 @@ def read_optimizer(
         if not params or pieces:
             found.notes.append(f"{of_ranks} was skipped: its state is keyed by index, and {unproved}")
             return found
-        found.notes.append(f"{of_ranks} is keyed by index, and {unproved} Only a load in a job, by order, can use it.")
+        found.notes.append(f"{of_ranks} is keyed by index, and {unproved} Only a training job can load it, by order.")
         names = {}
     tensors = join([dict(_flat(value["state"])) for value in values], what=what)
     for (index, state), joined in tensors.items():
@@ -135,7 +135,7 @@ def values_agree(
 ) -> bool:
     """Return whether a sample of each master weight, cast to the weight's dtype, equals the weight.
 
-    An optimizer may have parameters of equal shape in another order than the model. Only the values can show this.
+    The optimizer may list parameters of equal shape in a different order than the model. Only the values can show this.
     """
     sampler = MasterSampler(store, weights)
     return all(

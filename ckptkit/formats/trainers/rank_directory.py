@@ -43,7 +43,7 @@ def is_rank_directory(store: Store, files: Sequence[str]) -> bool:
 def are_rank_files(store: Store, files: Sequence[str], newest: str) -> bool:
     """Return whether the numbers in these file names are ranks, not steps.
 
-    If the names contain both a rank and a step, the file `newest`, which has the latest step, must be a rank file, too.
+    If the names contain both a rank and a step, the newest rank files must have the same step as the file `newest`.
     """
     model = _of_model(_rank_files(store, files))
     if model is None:
@@ -66,12 +66,12 @@ def _contain_shards(files: RankFiles, store: Store) -> bool:
 
 
 def _rank_files(store: Store, files: Sequence[str]) -> list[RankFiles]:
-    """Return the files whose names differ in one number, by the rest of the name.
+    """Return groups of files whose names differ only in one number, if this number is a rank.
 
-    Leaves out names without a file of rank 0, and names of only one file, because the number may not be a rank. Keeps
-    them if the same names of another step are complete: then, a rank's file is missing in this step. Also keeps them
-    beside the file `_KEYS`, which shows that the numbers are ranks. Leaves out .bin files that do not begin like files
-    of torch.save, because other programs use this ending, too.
+    It counts as a rank if there is a file of rank 0 and at least one more file. If the directory contains the file
+    `_KEYS`, which shows that the numbers are ranks, the file of rank 0 is enough. If the names contain a step, and the
+    group of any step meets these conditions, the groups of all steps are returned, so that missing files are noticed.
+    A group of .bin files is left out if torch.save did not write its first file.
     """
     found: dict[str, RankFiles] = {}
     keyed = _KEYS in files

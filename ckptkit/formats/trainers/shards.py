@@ -51,9 +51,9 @@ def local_parts(
     Args:
         shape: Shape of the whole tensor.
         local_shape: Shape of the rank's local tensor, to check the result. FSDP2 may unevenly split a tensor that
-            tensor parallelism has already split (7 rows over dp 3, tp 2). The rank then has other rows than torch
-            computes from the placements. Both results are tried, FSDP2's first. An empty local tensor matches an empty
-            result of any shape, because FSDP2 changes all sizes of an empty local tensor.
+            tensor parallelism has already split (7 rows over dp 3, tp 2). The rank's rows then differ from those
+            that torch computes from the placements. Both results are tried, FSDP2's first. An empty local tensor
+            matches an empty result of any shape, because FSDP2 changes all sizes of an empty local tensor.
     """
     return list(_local_parts(shape, tuple(mesh_shape), tuple(coordinate), tuple(placements), local_shape))
 

@@ -38,22 +38,24 @@ def read_checksums(store: Store) -> dict[str, str]:
     if info is None:
         return {}
     if info.kind not in ("file", "symlink"):
-        raise CorruptCheckpointError(f"{SUMS_NAME} is not a list of sha256: it is not a regular file.")
+        raise CorruptCheckpointError(f"{SUMS_NAME} is not a list of SHA-256 digests: it is not a regular file.")
     data = store.read(SUMS_NAME, 0, _MAX_BYTES + 1)
     if len(data) > _MAX_BYTES:
-        raise CorruptCheckpointError(f"{SUMS_NAME} is not a list of sha256 of an export: more than {_MAX_BYTES} bytes.")
+        raise CorruptCheckpointError(f"{SUMS_NAME} has more than {_MAX_BYTES} bytes, too many for an export's digests.")
     try:
         lines = data.decode("utf-8").removesuffix("\n").split("\n")
     except UnicodeDecodeError as error:
-        raise CorruptCheckpointError(f"{SUMS_NAME} is not a list of sha256: {error}.") from error
+        raise CorruptCheckpointError(f"{SUMS_NAME} is not a list of SHA-256 digests: {error}.") from error
     sums: dict[str, str] = {}
     for number, line in enumerate(lines, 1):
         found = _LINE.fullmatch(line)
         if found is None:
-            raise CorruptCheckpointError(f"{SUMS_NAME}: line {number} is not a sha256 and name: {line!r:.120}.")
+            raise CorruptCheckpointError(
+                f"{SUMS_NAME}: line {number} is not a SHA-256 digest and a name: {line!r:.120}."
+            )
         path = checked_path(found[2].removeprefix("./"))
         if sums.setdefault(path, found[1]) != found[1]:
-            raise CorruptCheckpointError(f"{SUMS_NAME} lists two sha256 for {path!r:.200}.")
+            raise CorruptCheckpointError(f"{SUMS_NAME} lists two digests for {path!r:.200}.")
     return sums
 
 

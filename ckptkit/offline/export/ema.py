@@ -54,12 +54,15 @@ def averaged(store: Store, catalog: Catalog, prefix: str = "") -> tuple[dict[str
     own = {name: entry for name, entry in every.items() if name.startswith(dotted)}
     others = {name for name in model_names(every.values()) if own and not dotted.startswith(f"{name}.")} - {""}
     if names_average_of(front, others):
-        raise CheckpointMismatchError(f"--weights ema: {front!r} is the average of another model than {prefix!r}.")
+        raise CheckpointMismatchError(
+            f"--weights ema: {front!r} is not the average of {prefix!r}, but of another model."
+        )
     tensors, notes = _named(store, catalog, front, found, own or every, every, others)
     if own and not names_average_of(front, {dotted[:-1]}) and not any(dotted in name for name in found):
         fits = [other for other in sorted(others) if _alike(tensors, every, dotted, f"{other}.")]
         if fits:
-            text = f"{front.removesuffix('.')} names no model, and also fits {first_few(fits)}: is it that of {prefix}?"
+            name = front.removesuffix(".")
+            text = f"{name} does not say whose average it is, and also fits {first_few(fits)}. Is it that of {prefix}?"
             notes = (*notes, text)
     return tensors, notes
 

@@ -236,7 +236,7 @@ def _without_wrapper(
             f"with --strip-prefix {first.removesuffix('.')} or --include '{first}*'."
         )
     others = [prefix for prefix in missing if prefix != first]
-    also = f"; names after {_listed(others)} match too, and --strip-prefix chooses them" if others else ""
+    also = f"; to strip {_listed(others)} instead, which also fits, pass --strip-prefix" if others else ""
     found.notes.append(f"the prefix {first!r} was stripped: {len(wanted) - missing[first]} names match the base{also}")
     return {name: short.removeprefix(first) for name, short in names.items()}
 
@@ -320,7 +320,7 @@ def choose_weights(
         why = f"\n{_NAMELESS}." if any(map(_is_nameless, masters.values())) else ""
         raise CheckpointMismatchError(
             "the fp32 masters do not match the model weights:\n  "
-            + "\n  ".join([f"no model weight: {n}" for n in strange] + [f"another shape: {n}" for n in shapes])
+            + "\n  ".join([f"no model weight: {n}" for n in strange] + [f"different shape: {n}" for n in shapes])
             + why
         )
     chosen = {name: masters.get(name, entry) for name, entry in model.items()}

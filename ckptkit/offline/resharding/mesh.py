@@ -438,7 +438,8 @@ class Cuts:
                 plan = plan.without(["lm_head.weight"])
             count = sum(plan.dim(entry.fqn, entry.shape) is not None for entry in weights.values())
             self.notes.append(
-                f"tensor parallelism splits {count} parameters according to {plan.origin}; --tp-plan gives another plan"
+                f"tensor parallelism splits {count} parameters according to {plan.origin}; to change this, "
+                "pass --tp-plan"
             )
         dims = {name: plan.dim(entry.fqn, entry.shape) for name, entry in weights.items()}
         modules = {weights[name].fqn.rpartition(".")[0] for name, dim in dims.items() if dim is not None}

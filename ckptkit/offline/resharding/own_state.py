@@ -305,7 +305,7 @@ def _of_others(store: Store, catalog: Catalog, step: int) -> OwnState:
     if masters:
         found.notes.append(
             f"{len(masters)} fp32 masters are skipped: the weights are fp32 and equal them. An optimizer with masters "
-            "starts from the weights; if the model has another dtype, load with convert_dtype=True"
+            "starts from the weights; if the model has a different dtype, load with convert_dtype=True"
         )
     recipes = renamed_recipes(catalog, lambda entry: owns[entry.name][0] if entry.name in owns else entry.name)
     if recipes:

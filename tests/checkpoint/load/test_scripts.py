@@ -484,7 +484,7 @@ def test_objects_with_tensors_are_restored_with_the_step_and_larger_ones_are_nam
     assert report.step == mine.step == 3
     assert states.bits(mine.scheduler.state_dict()) == states.bits(theirs.scheduler.state_dict())
     assert torch.equal(mine.extra["seen"]["mean"], torch.ones(2)) and mine.extra["seen"]["count"] == {"a": 7}
-    assert "not restored: 1 tensor, neither weights nor optimizer state: ema.weight." in report.notes
+    assert "not restored: 1 tensor (neither weights nor optimizer state): ema.weight." in report.notes
 
 
 # --- optimizers that keep more than one tensor for each parameter
@@ -619,7 +619,7 @@ def test_several_schedulers_of_unknown_names_are_left_and_named(tmp_path):
     saved = {"muon": theirs.scheduler["gen"].state_dict(), "adamw": theirs.scheduler["dis"].state_dict()}
     report = resume(mine, {"model": theirs.model.state_dict(), **saved}, "torch", tmp_path, optimizer="skip")
     assert all(scheduler.last_epoch == 0 for scheduler in mine.scheduler.values())
-    assert "not restored: muon, adamw, because their names are not those of gen, dis." in report.notes
+    assert "not restored: muon, adamw, because their names do not match gen, dis." in report.notes
 
 
 def test_an_optimizer_whose_key_contains_two_live_names_is_matched_by_order(tmp_path):

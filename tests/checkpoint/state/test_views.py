@@ -13,7 +13,7 @@ from ckptkit import TrainState, reshard
 from tests.checkpoint.states import bits, load, load_all, optimized, save
 from tests.ranks import on_ranks
 
-SAID = "shared memory when they were saved, and do not now"
+SAID = "shared memory when they were saved, but no longer do"
 Fill = Callable[[torch.optim.Optimizer, nn.Linear], None]
 
 

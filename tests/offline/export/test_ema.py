@@ -64,7 +64,9 @@ def test_an_average_without_a_models_name_that_fits_several_is_noted(tmp_path, k
     models = {name: torch.nn.Linear(4, 3) for name in ("actor", "critic")}
     save(tmp_path / "run", TrainState(model=models, extra={key: average(models["actor"])}))
     found = exported(tmp_path / "run", strip_prefix="actor")
-    assert ("extra.ema names no model, and also fits critic: is it that of actor?" in found.report.notes) == told
+    assert (
+        "extra.ema does not say whose average it is, and also fits critic. Is it that of actor?" in found.report.notes
+    ) == told
 
 
 @pytest.mark.parametrize("form", ["actor.", "actor.module."])

@@ -205,9 +205,7 @@ def _container(state: Any, what: str) -> JSON:
     if type(state) is defaultdict:
         return encode(defaultdict(state.default_factory, dict.fromkeys(state)), what, {})
     name = type(state).__name__
-    raise SaveError(
-        f"{what} is a {name}; only dicts can be saved, and of their subclasses OrderedDict and defaultdict."
-    )
+    raise SaveError(f"{what} is a {name}; only a dict, an OrderedDict or a defaultdict can be saved.")
 
 
 def _capture_states(

@@ -143,8 +143,9 @@ def check_whole(optimizer: Any, given: Any, parameters: Mapping[str, torch.Tenso
         )
     if changed := [f"{key!r} of {where}" for where, key in _changed(given, optimizer, parameters)]:
         raise SaveError(
-            f"{what}: the state_dict of {name} returns other values than the optimizer has: {first_few(changed)}. Only "
-            "the optimizer's own state and groups are saved. Remove the hook, or apply its change to the optimizer."
+            f"{what}: the state_dict of {name} returns values that differ from the optimizer's: {first_few(changed)}. "
+            "Only the optimizer's own state and groups are saved. Remove the hook, or apply its change to the "
+            "optimizer."
         )
 
 
