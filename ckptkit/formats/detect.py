@@ -424,7 +424,7 @@ def _resolve(place: Candidate, url: str, depth: int) -> _Found | None:
     """Choose the checkpoint to open for a directory. Returns None if there is none.
 
     Tries, in this order: the directory itself, its newest step, a model in the directory, the target of a pointer file,
-    the only checkpoint among the children, and files with names of any form.
+    the only checkpoint among the children, and files with arbitrary names.
     """
     form = format_of(place)
     if form is not None:
@@ -594,8 +594,8 @@ def _beside(place: Candidate, name: str) -> list[str]:
 def _numbered_files(place: Candidate) -> list[str]:
     """Return the .ckpt files that are named after a step and may hold a model, newest first.
 
-    If there are none, the other torch.save files that meet these conditions are returned, or [] if several of them have
-    the newest step. Also returns [] if each rank wrote one of the files.
+    If there are none, does the same for all torch.save files, but returns [] if several of them have the newest step.
+    Also returns [] if there is one file per rank.
     """
     saved = [n for n in place.files if n.endswith(".ckpt")]
     steps = ordered(may_hold_model(saved) or saved)

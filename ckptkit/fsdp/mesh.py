@@ -141,7 +141,7 @@ def auto_shard_size(numel: int, is_training: bool) -> int:
     """Return how many ranks should share a model of `numel` parameters; -1 means all ranks.
 
     For training, all ranks share the model. For inference, a model under 10e9 parameters is not sharded, and a model
-    under 80e9 parameters is sharded over eight ranks: no gather crosses nodes if each node has eight ranks.
+    under 80e9 parameters is sharded over eight ranks, so that no gather crosses nodes if each node has eight ranks.
     """
     if is_training:
         return -1

@@ -292,8 +292,8 @@ class TorchtitanCheckpointer(_Base):  # type: ignore[misc,valid-type]  # torchti
 def _by_class(optimizers: list[Any], *, stages: int) -> Any:
     """Return the optimizers in a form that TrainState accepts: one optimizer, or a dict with the keys "0", "1", ...
 
-    With several pipeline stages per rank, the optimizers of each class are first joined into one, because the number of
-    stages per rank depends on the mesh.
+    With several pipeline stages per rank, the optimizers of each class are first joined into one. The checkpoint then
+    does not depend on the number of stages per rank, and can be loaded on another mesh.
     """
     if stages > 1:
         classes: dict[str, list[Any]] = {}

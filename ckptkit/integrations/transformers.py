@@ -324,8 +324,8 @@ def _to_resume_from(report: LoadReport, stack: contextlib.ExitStack) -> str:
     """Return the directory to pass to `train`.
 
     This is a new directory that contains only trainer_state.json, which the Trainer reads first. It is deleted when
-    `stack` is closed. If the Trainer saved only the adapter of a PEFT model, this is the checkpoint's own directory,
-    because the base model's weights are not in the checkpoint, and PEFT loads the adapter.
+    `stack` is closed. There is one exception: if the Trainer saved only the adapter of a PEFT model, this is the
+    checkpoint's own directory, from which PEFT loads the adapter.
     """
     state = report.extra.get("trainer", report.extra.get("trainer_state"))  # from ckptkit's checkpoint or the Trainer's
     if state is None:

@@ -294,7 +294,7 @@ def _pad(rule: Pad, target: Target, bound: _Bound, config: _Config) -> _Made:
     dim, size = dim_of(target, rule.dim, "pad"), size_of(rule.size, config, f"padding of {target.name!r}")
     if size < target.shape[dim]:
         raise CheckpointMismatchError(
-            f"{target.name!r} of shape {list(target.shape)} can't be padded to {size} along {dim}: that is shorter"
+            f"{target.name!r} of shape {list(target.shape)} can't be padded to {size} along {dim}: its size is larger"
         )
     return [(target.name, target.resized(dim, size))]
 

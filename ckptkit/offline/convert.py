@@ -104,8 +104,8 @@ def convert(  # noqa: PLR0913 - one argument per option
             and SGLang. Weights that are already quantized are first dequantized to `dtype`, or to bf16 if `dtype` is
             "keep".
         weights: The weights to export. "model": the model's weights. "master": the fp32 copies that some optimizers
-            keep. "auto": the fp32 copies if `dtype` casts and there are any, or if there are no other weights;
-            otherwise the model's weights. "ema": the moving average of the weights, which the checkpoint must contain.
+            keep. "ema": the moving average of the weights, which the checkpoint must contain. "auto": the fp32 copies,
+            if they exist and `dtype` casts, or if there are no other weights. In all other cases, the model's weights.
         base: A Hugging Face directory or repo that provides the config, the tokenizer, and the expected names and
             shapes.
         key_map: A built-in name, a TOML or JSON file, or a NameMap.
@@ -179,7 +179,7 @@ def _with_base(
     """Join an adapter that has no base weights with the weights from --base.
 
     Returns the joined source, and the options and base URL for exporting it. Returns the arguments unchanged if the
-    source is not an adapter without base weights, or if --base contains no weights.
+    source has base weights or is not an adapter, or if --base contains no weights.
     """
     from ckptkit.offline.export.adapters import base_name, changes_base, without_base
     from ckptkit.offline.joined import join

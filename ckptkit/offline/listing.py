@@ -97,8 +97,8 @@ def list_run(
         storage_options: Options for the fsspec file system of a remote URL.
 
     Raises:
-        UsageError: `policy` keeps the best checkpoints by a metric that no checkpoint has. Also raised if `policy` is
-            given, but this version cannot apply the recorded policy whose exemptions are to be added.
+        UsageError: `policy` keeps the best checkpoints by a metric that no checkpoint has. Also raised if the recorded
+            exemptions are to be added to `policy`, but this version cannot apply the recorded policy.
         CheckpointNotFoundError: The directory does not exist, or does not contain a ckptkit run.
     """
     url = location("url", url)
@@ -158,8 +158,8 @@ def look_ahead(
         view: The snapshot of `root` from which the inventory was made.
 
     Raises:
-        UsageError: The given policy keeps the best checkpoints by a metric that no checkpoint has, or this version
-            cannot apply the recorded policy whose exemptions are to be added.
+        UsageError: The given policy keeps the best checkpoints by a metric that no checkpoint has. Also raised if the
+            recorded exemptions are to be added to it, but this version cannot apply the recorded policy.
     """
     policy = given
     if given is not None and given.keep_best is not None:  # a misspelt metric must not delete the best checkpoint

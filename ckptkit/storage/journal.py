@@ -231,7 +231,7 @@ def adopt(parent: LocalStore, left: Leftover, name: str, nonce: str) -> LocalSto
 
 
 def give_up(parent: LocalStore, name: str, nonce: str) -> bool:
-    """Keep a staging directory for the next attempt. Return False if no step is finished, so that it is of no use."""
+    """Keep a staging directory for the next attempt. Return False if it is useless, because no step is finished."""
     staging = staging_name(name, nonce)
     if not _merged(parent, owner_files(parent, staging)):
         return False

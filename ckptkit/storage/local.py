@@ -97,7 +97,7 @@ class LocalStore(Store):
 
     A read follows a symbolic link only if the target is under this store's directory, or if the link leads from a
     snapshot of a Hugging Face cache to its blobs. Nothing is listed, written or deleted through a link that leads out
-    of the top directory: that of the store that was opened first, which a store from `child` remembers.
+    of the top directory. This is the directory of the store that was opened first: `child` passes it on.
     """
 
     def __init__(self, root: str | os.PathLike[str], *, top: str = "", must_exist: bool = False) -> None:

@@ -167,7 +167,7 @@ def clean_siblings(parent: LocalStore, name: str, *, keep: Leftover | None = Non
             logger.info("removing %s/%s, left by a dead process", parent.url, path)
             _delete_staging(parent, path, leftover.name)
         except PermissionError as error:  # the file belongs to a different user; `name` can still be written
-            logger.warning("%s: what a dead process left could not be removed: %s", parent.path_of(name), error)
+            logger.warning("%s: leftovers of a dead process could not be removed: %s", parent.path_of(name), error)
 
 
 # --- staging a whole directory or a single file, for convert and reshard

@@ -167,7 +167,7 @@ class Store(Protocol):
         return self
 
     def with_free_names(self) -> Store:
-        """Return a store for the same files that makes no request to check before a write whether the name is free."""
+        """Return a store for the same files whose writes skip the request that checks whether the name is free."""
         return self
 
     def sync_directory(self, path: str = "") -> None:

@@ -139,7 +139,7 @@ def test_leftovers_without_delete_permission_do_not_block_writers(tmp_path, monk
     put(tmp_path / "out")
     left, *others = names(tmp_path)
     assert (tmp_path / left / "x").exists() and others == ["out"]
-    assert caplog.text.count(f"{tmp_path / 'out'}: what a dead process left could not be removed") == 1
+    assert caplog.text.count(f"{tmp_path / 'out'}: leftovers of a dead process could not be removed") == 1
     monkeypatch.undo()
     put(tmp_path / "out", overwrite=True)
     assert names(tmp_path) == ["out"]

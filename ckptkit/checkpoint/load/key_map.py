@@ -89,7 +89,8 @@ def _kept_of(target: Target, kept: Mapping[str, TensorEntry]) -> Target | None:
     """Return the target, made from the weights' fp32 masters or from their lower bits, instead of from the weights.
 
     If a weight has no lower bits (flashoptim has none for an expert that was never updated), its region in the target
-    is padding. Returns None if the optimizer stores nothing for any of the weights, or fp32 masters for only some.
+    is padding. Returns None if no weight is in `kept`, if the tensors in `kept` differ in dtype, or if only some of the
+    weights have a master.
 
     Args:
         target: The tensor that a key map makes from one or several of the checkpoint's weights.

@@ -180,8 +180,8 @@ def compare_keys(item: Any, saved: Any) -> tuple[str, bool]:
     """Compare a scheduler or a gradient scaler with a saved state whose class was not recorded.
 
     Returns the difference between their keys ("" if there is none), and whether the state can be of the same class.
-    A state of the same class may have more keys (from another version of torch) or fewer (the program may leave some
-    out). It cannot lack keys and also have others, and it cannot lack keys of `_NEEDED`. An encoded OrderedDict is not
+    It can be if keys were only added (by another version of torch), or only left out (by the program). It cannot be if
+    the state lacks some keys and has others instead, or if it lacks a key in `_NEEDED`. An encoded OrderedDict is not
     compared.
     """
     live = item.state_dict()

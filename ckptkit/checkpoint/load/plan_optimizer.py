@@ -165,9 +165,9 @@ def _optimizer(load: Planning, plan: OptimizerPlan, names: Mapping[int, str]) ->
 def _other_settings(optimizer: Any, groups: Sequence[Mapping[str, JSON]]) -> str:
     """Describe why saved settings are those of another class of optimizer. Returns "" if they may be of this class.
 
-    They are those of another class if they lack numbers that this class has, and also have numbers that this class
-    lacks. For example, SGD has a momentum, and Adam has betas. Versions and implementations of the same class differ
-    only in their switches (True or False), or one of them has all the numbers of the other and more.
+    They are those of another class if each of the two has numbers that the other lacks: SGD has a momentum, and Adam
+    has betas. If only one of the two has additional numbers, or if only switches (True or False) differ, they may be
+    those of another version or implementation of this class.
     """
     defaults = getattr(getattr(optimizer, "base", optimizer), "defaults", {})
     saved = {name: value for group in groups for name, value in group.items()}
@@ -381,15 +381,16 @@ def _cast_states(
 ) -> None:
     """Plan casts of the states whose saved dtype is that of the tensor that the optimizer updated.
 
-    An optimizer updates a parameter's fp32 master if there is one, and otherwise the weight itself. Its states must fit
-    this tensor. So the states are cast to the dtype of the live state. If there is no live state, they are cast to the
-    dtype of the tensor that the live optimizer updates, as in torch's `load_state_dict`. Step counts are not cast, nor
-    are states of any other dtype, such as the fp32 moments of a bf16 weight without a master.
+    An optimizer updates a parameter's fp32 master if there is one, and otherwise the weight itself. States with the
+    dtype of the updated tensor must keep matching it. So they are cast to the dtype of the live state. If there is no
+    live state yet, they are cast to the dtype of the tensor that the live optimizer updates, as in torch's
+    `load_state_dict`. Step counts and states of other dtypes, such as the fp32 moments of a bf16 weight without a
+    master, are not cast.
 
-    Without `convert_dtype`, states are cast only for an optimizer with masters, and only to a wider dtype. If the live
-    optimizer has no masters, but the saved one had, the states are reported as mismatches: the next step would fail.
-    This holds for torch's optimizers, whose states have the dtype of the parameter. Other classes may keep their states
-    in fp32, so for them, states of masters are neither cast nor reported if there is no live state.
+    Without `convert_dtype`, states are cast only for an optimizer with masters, and only to a wider dtype. If only the
+    saved optimizer had masters, its states are reported as mismatches, because the next step would fail. This holds for
+    torch's optimizers, whose states have the dtype of the parameter. Other classes may keep their states in fp32. If
+    such an optimizer has no live state yet, states of masters are neither cast nor reported.
     """
     import torch
 
@@ -429,10 +430,12 @@ def _cast_states(
 def _lacking_states(plan: OptimizerPlan) -> list[str]:
     """Return the missing states ("FQN.state") of parameters for which the checkpoint has at least one state.
 
-    A live state that has its parameter's shape is missing if it is not saved. If a parameter has no live states yet, or
-    if any of its live states is not saved, its saved states are also compared with those of the other parameters in the
-    group. If another parameter has all of these states and more, the additional states are missing, too. For example,
-    exp_avg_sq is missing if one parameter has only exp_avg, and another has both.
+    There are two ways to find them:
+
+    - A live state that has its parameter's shape is missing if it is not saved.
+    - If the live states do not show what is complete (there are none yet, or some are not saved), the saved states are
+      compared with those of other parameters in the group. If another parameter has the same states and more, the
+      additional ones are missing. For example, if it has exp_avg and exp_avg_sq, and this one only exp_avg.
     """
     lacking: list[str] = []
     names = {id(parameter): fqn for fqn, parameter in plan.parameters.items()}

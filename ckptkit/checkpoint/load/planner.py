@@ -186,9 +186,8 @@ def _placed(mesh_shape: Sequence[int], placements: Sequence[str]) -> str:
 def _moved(state: TrainState, catalog: Catalog) -> str:
     """Describe the first tensor that is placed differently here than in the checkpoint. Returns "" if the meshes agree.
 
-    A tensor that is sharded only here, or only in the checkpoint, counts as a difference only if no tensor is sharded
-    in the same way in both. A reshard cannot always distinguish buffers from parameters, so such tensors may occur even
-    if the meshes agree.
+    If any tensor is sharded in the same way here and in the checkpoint, tensors that are sharded on one side only are
+    ignored. They occur even if the meshes agree, because a reshard cannot always distinguish buffers from parameters.
     """
     from torch.distributed.tensor import DTensor
 

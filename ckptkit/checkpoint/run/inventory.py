@@ -221,7 +221,7 @@ def _look_remotely(
 
 
 def _look(root: Store, path: str) -> Committed | Skipped | str:
-    """Return the checkpoint in a directory, or why it is none, or its path if no save seems to have written it."""
+    """Return a directory's checkpoint, or why it has none (`Skipped`), or its path if it does not seem to be ours."""
     try:
         record = find_record(root, record_path(path))
     except CkptkitError as error:

@@ -76,8 +76,8 @@ class Fingerprints:
         world_size: The number of ranks that save.
 
     Attributes:
-        apart: The input of `shared_names`: a digest of the mesh and a digest of the name, for each DTensor whose mesh
-            has only some of the ranks, with this rank as the lowest.
+        apart: The input of `shared_names`. Contains a digest of the mesh and a digest of the name for each DTensor
+            whose mesh does not have all ranks, if this rank is the mesh's lowest.
         apart_signature: Changes if tensors on meshes of only some ranks are added or removed. b"" if there are none.
     """
 
@@ -272,8 +272,8 @@ def _parts(taken: CapturedOptimizer) -> dict[str, Any]:
 def part_ways(captured: Captured, keepers: Mapping[str, int], rank: int) -> None:
     """Rename tensors that differ between ranks: one rank's copy keeps the shared key, all other copies get new keys.
 
-    The new keys contain the rank. Optimizer values that differ are saved for every rank. Of a tensor in `extra` that is
-    not a module's, only one rank's copy is saved: users who want all copies wrap the object in `PerRank`.
+    The new keys contain the rank. Optimizer values that differ are saved for every rank. If a tensor in `extra` belongs
+    to no module, only one rank's copy is saved. To save all copies, users wrap the object in `PerRank`.
 
     Args:
         keepers: For each of this rank's keys that differs between ranks: the rank whose copy keeps the shared key.
@@ -375,8 +375,8 @@ class OwnCopies:
     """A checkpoint as one rank loads it. Where the ranks had different values at the save, it contains this rank's own.
 
     Attributes:
-        note: A message for the case that the number of ranks changed. It lists the tensors that differed between ranks
-            and that are now loaded with one rank's values everywhere.
+        note: A message if the number of ranks has changed. It lists the tensors that differed between ranks, and for
+            which all ranks now get one rank's values.
     """
 
     catalog: Catalog

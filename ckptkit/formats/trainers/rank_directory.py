@@ -1,7 +1,7 @@
 """Reads a directory with one torch.save file per rank (`*rank_<R>.pt` and similar) from an unknown system.
 
 Nothing in such a directory says what a number in a file name means. `RankFiles` are files whose names differ in one
-number. The number is the rank, and not the step, if the names contain a step beside it, or if the files contain shards.
+number. The number is the rank, and not the step, if the names also contain a step, or if the files contain shards.
 """
 
 from __future__ import annotations

@@ -205,8 +205,8 @@ def _without_wrapper(
     """Strip a wrapper's prefix: a prefix that the base model's names do not have.
 
     If the checkpoint contains several models that match the base, --include and --exclude choose one. If several are
-    left, only those whose names start with "model." are considered, if there are any. Of these, the model with the most
-    matching names is taken.
+    left, those whose names start with "model." take precedence. Of these, the model with the most matching names is
+    taken.
 
     Raises:
         UsageError: Several models match the base equally well.

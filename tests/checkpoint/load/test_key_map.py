@@ -180,7 +180,7 @@ REFUSED = [
     (with_rules(without=(Drop,)), CheckpointMismatchError, "1 unexpected: rope.freqs"),
     (NameMap("wrong", (Rename(P("{i:d}.{x}"), "{x}"),)), CheckpointMismatchError, "'wrong' matches none of 10 weights"),
     (with_rules(without=(Pad,)), CheckpointMismatchError, r"embed.weight \(\[10, 4\]"),
-    (NameMap("short", (Pad(P("tok.weight"), 9),)), CheckpointMismatchError, "padded to 9 along 0: that is shorter"),
+    (NameMap("short", (Pad(P("tok.weight"), 9),)), CheckpointMismatchError, "padded to 9 along 0: its size is larger"),
     ({"a": "b"}, UsageError, "key_map is of type dict, expected a built-in name, a file"),
     (with_rules(Cast(P("kept"), "bf16")), UnsupportedFormatError, "casts kept"),
 ]
