@@ -126,9 +126,9 @@ def apply_tensors(plan: LoadPlan, reading: Reading, decoded: Decoded | None, rep
 
 
 def _with_restored_values(module: torch.nn.Module, handed: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a copy of `handed` in which everything but the tensors has the module's current value.
+    """Return a copy of `handed` with the module's current values in place of all values that are not tensors.
 
-    `apply_objects` has already restored the current values. Those in `handed` are from before the load.
+    The values in `handed` are from before the load. `apply_objects` has since restored those of the module.
     """
     import torch
 

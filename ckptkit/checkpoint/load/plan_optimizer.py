@@ -435,7 +435,8 @@ def _lacking_states(plan: OptimizerPlan) -> list[str]:
     - A live state that has its parameter's shape is missing if it is not saved.
     - If the live states do not show what is complete (there are none yet, or some are not saved), the saved states are
       compared with those of other parameters in the group. If another parameter has the same states and more, the
-      additional ones are missing. For example, if it has exp_avg and exp_avg_sq, and this one only exp_avg.
+      additional ones are missing. For example, exp_avg_sq is missing if one parameter has only exp_avg, and another has
+      both.
     """
     lacking: list[str] = []
     names = {id(parameter): fqn for fqn, parameter in plan.parameters.items()}

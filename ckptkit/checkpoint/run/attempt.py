@@ -221,8 +221,8 @@ class RemotePlace:
             root = self.root.with_each_put(partial(self._try, again))
             root.write(record_path(self.name), record, overwrite=overwrite)  # the commit point
         except OSError as error:
-            # The put may have succeeded although its answer was lost. Then its retry failed because our own record
-            # exists.
+            # The put may have succeeded although its answer was lost. In this case, its retry failed because our own
+            # record exists.
             self._may_appear |= may_yet_happen(error)
             if not self._is_record_ours():
                 if not isinstance(error, FileExistsError):

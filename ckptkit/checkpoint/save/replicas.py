@@ -375,8 +375,8 @@ class OwnCopies:
     """A checkpoint as one rank loads it. Where the ranks had different values at the save, it contains this rank's own.
 
     Attributes:
-        note: A message if the number of ranks has changed. It lists the tensors that differed between ranks, and for
-            which all ranks now get one rank's values.
+        note: If the number of ranks has changed, a message that lists the tensors that differed between ranks, and of
+            which all ranks now get one rank's values. Otherwise "".
     """
 
     catalog: Catalog

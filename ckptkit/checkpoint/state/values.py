@@ -398,7 +398,7 @@ def _decode_attributes(body: JSON, tensor: Callable[[str], Any]) -> torch.Tensor
     attributes, tree = (decode(item, tensor) for item in body)
     for name, value in attributes.items():
         if name.startswith("_") or hasattr(torch.Tensor, name):
-            raise ValueError(f"{name!r} is not an attribute of a user's code")
+            raise ValueError(f"a tensor's attribute must not have the name {name!r}")
         setattr(tree, name, value)
     found: torch.Tensor = tree
     return found

@@ -125,7 +125,7 @@ def outer_name(name: str, recipes: Mapping[str, Recipe], prefix: str = "") -> st
 
 
 def describe(recipe: Recipe, live: torch.Tensor | None = None) -> str:
-    """Return a text about a tensor for error messages: its class and settings, or that it is not of a subclass.
+    """Describe a tensor for error messages: its class and settings, or that it is not of a subclass.
 
     Args:
         recipe: The tensor's recipe. If it is None, the tensor is a plain tensor or an empty shard. (An optimizer that

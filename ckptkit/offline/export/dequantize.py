@@ -407,9 +407,9 @@ def _fp4(
         )
     overall = targets.get(f"{weight}_global_scale")
     if (overall is None) != (group == 32) or (overall is not None and overall.numel != 1):
+        what = "is missing" if overall is None else "is not a single number" if group == 16 else "is not allowed"
         raise CheckpointMismatchError(
-            f"{codes.name!r}: expected one number {weight}_global_scale"
-            f"{' for NVFP4' if overall is None else '' if group == 16 else ' for NVFP4 only'}."
+            f"{codes.name!r}: {weight}_global_scale {what}. NVFP4 needs this number, and MXFP4 does not have it."
         )
     kind = kinds[scale.source_dtype][1]
     label = f"{kind} weight * scale of the group" + (" / global scale" if overall is not None else "")

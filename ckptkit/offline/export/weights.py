@@ -137,7 +137,7 @@ def select_targets(
     for name, short in names.items():
         entry = chosen.entries[name]
         outer = outer_name(entry.name, recipes)
-        # A tied weight may have the master of its other name, whose key patterns must not match.
+        # The master of a tied weight may be stored under its other name. Globs must not match that name.
         tied = entry.role is Role.MASTER and catalog.tensors[entry.name].fqn != name
         key = catalog.by_role(Role.MODEL)[name].name if tied else entry.name
         own: tuple[str, ...] = tuple(dict.fromkeys((short, unwrapped[name], key)))
