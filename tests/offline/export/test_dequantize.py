@@ -259,7 +259,7 @@ MISMATCH, UNKNOWN, OTHER = CheckpointMismatchError, UnsupportedFormatError, {"qu
     (INT4, by_groups(**{**OF_INT4, "num_bits": 3}), UNKNOWN, "stores 3-bit integers as int32"),
     (INT4, by_groups(**{**OF_INT4, "strategy": "block"}), UNKNOWN, "its strategy is 'block'"),
     ({**INT4, "a.weight_shape": torch.tensor([8, 63])}, by_groups(**OF_INT4), UNKNOWN, r"the shape \[8, 63\]"),
-    (without(nvfp4(), "a.weight_global_scale"), by_groups(**FP4_WEIGHTS), MISMATCH, "a.weight_global_scale for"),
+    (without(nvfp4(), "a.weight_global_scale"), by_groups(**FP4_WEIGHTS), MISMATCH, "a.weight_global_scale is missing"),
     ({**nvfp4(), "a.weight_scale": codes(32, 16)}, by_groups(**FP4_WEIGHTS), MISMATCH, r"expected \[32, 32\]"),
     (nvfp4(), by_groups(**{**FP4_WEIGHTS, "group_size": 32}), UNKNOWN, "float8_e4m3fn scale for each"),
     # FP8 weights are never copied under a dtype, even if the config names no quantization.
