@@ -139,7 +139,7 @@ def ask_late(url: str) -> str:
     return "all ranks answered"
 
 
-def test_the_time_limit_of_the_manager_is_also_that_of_its_question_for_signals(tmp_path):
+def test_timeout_s_of_the_manager_also_limits_the_wait_for_signals(tmp_path):
     waited, late = run_ranks(ask_late, 2, str(tmp_path))
     assert "no answer within 0.5 s: it hangs, or needs a longer timeout_s" in waited
     assert "the connection to a rank was lost" in late

@@ -730,7 +730,7 @@ def save_shards_of_float8(url: str) -> None:
     save(Path(f"{url}/run"), TrainState(model=model, rng=False))
 
 
-def test_an_export_of_shards_with_a_scale_each_has_a_block_for_each(ranks, tmp_path):
+def test_an_export_of_shards_with_their_own_scales_has_one_block_per_shard(ranks, tmp_path):
     ranks.run(save_shards_of_float8, 2, str(tmp_path))
     expected = torch.cat([shard_of_float8(rank).dequantize() for rank in range(2)])
     for name in ("theirs", "run"):

@@ -109,7 +109,7 @@ def spread(given: Any, rank: int, world_size: int) -> Any:
     return {"value": sum(s["value"] for s in given) * 100 + rank} if isinstance(given[0], dict) else given
 
 
-def test_each_rank_gets_its_own_state_back_and_on_another_number_of_ranks_it_is_refused(ranks, tmp_path):
+def test_each_rank_gets_its_own_state_back_and_a_different_number_of_ranks_is_refused(ranks, tmp_path):
     drawn = ranks.run(save_own, 3, str(tmp_path), True)
     found = ranks.run(load_own, 3, str(tmp_path), {})
     assert [item[:3] for item in found] == [(10 + rank, rank, drawn[rank]) for rank in range(3)]

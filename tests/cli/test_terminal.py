@@ -75,7 +75,7 @@ def on_a_terminal(script: str, *, keys: bytes = b"", columns: int = 100) -> tupl
 
 
 @pytest.mark.parametrize("columns", [100, 0])
-def test_a_terminal_shows_bytes_rate_and_file_also_if_it_reports_no_width(columns):
+def test_a_terminal_shows_bytes_rate_and_file_even_if_it_reports_no_width(columns):
     code, screen = on_a_terminal(BAR, columns=columns)
     assert code == 0, screen
     assert re.search(r"convert: .*50%\|[^|]{5,}\| 2\.00M/4\.00M.*B/s.*model\.safetensors.*verify: ", screen, re.DOTALL)

@@ -14,7 +14,7 @@ BAD_PATHS = [
 class StoreTests:
     """Subclasses provide the fixture `store`, an empty store."""
 
-    def test_what_is_written_is_read_back_and_a_range_is_half_open_and_truncated_at_the_end(self, store):
+    def test_written_bytes_are_read_back_and_a_range_is_half_open_and_cut_at_the_end(self, store):
         store.write("a/b.bin", b"0123456789")
         ranges = {(0, None): b"0123456789", (2, 5): b"234", (8, 50): b"89", (50, 60): b""}
         assert {wanted: store.read("a/b.bin", *wanted) for wanted in ranges} == ranges

@@ -126,7 +126,7 @@ READ: dict[str, tuple[list[str] | dict[str, Any], list[str], str]] = {
 
 
 @pytest.mark.parametrize("case", READ)
-def test_of_several_files_the_model_is_read_and_others_are_named(tmp_path, case):
+def test_among_several_files_the_model_is_read_and_the_others_are_named(tmp_path, case):
     there, read, note = READ[case]
     source = open_source(str(lay(tmp_path, there if isinstance(there, dict) else dict.fromkeys(there, WEIGHTS))))
     info = source.catalog.info
@@ -258,7 +258,7 @@ def test_the_error_for_what_cannot_be_opened_says_what_was_found(tmp_path, what)
     assert files is not None or "Expected" not in str(caught.value)
 
 
-def test_a_file_with_advice_or_without_weights_is_opened_by_its_own_name(tmp_path):
+def test_a_file_given_by_name_is_refused_with_advice_or_opened_even_without_weights(tmp_path):
     lay(tmp_path, {"m.nemo": b"\x1f\x8b\x08" + bytes(600), "optimizer.pt": OPTIMIZER})
     with pytest.raises(UnsupportedFormatError, match=r"m\.nemo is a tar archive of NeMo.*tar -xf"):
         open_source(str(tmp_path / "m.nemo"))
@@ -340,9 +340,7 @@ def test_a_replicated_model_with_a_different_buffer_per_rank_is_read_with_a_note
 
 @pytest.mark.parametrize(("model", "optimizer", "step", "differs"), [
     ("model", "optimizer", "step", True), ("policy", "optimizer_state", "iter", False)])  # fmt: skip
-def test_of_rank_files_with_the_whole_model_one_is_read_with_everything_in_it(
-    tmp_path, model, optimizer, step, differs
-):
+def test_if_each_rank_file_has_the_whole_model_all_of_one_file_is_read(tmp_path, model, optimizer, step, differs):
     weights = {"weight": torch.ones(2, 3), "bias": torch.ones(2)}
     states = {
         "state": {i: {"exp_avg": w} for i, w in enumerate(weights.values())},
@@ -373,7 +371,7 @@ def test_rank_files_with_different_optimizer_states_are_not_taken_for_copies(tmp
 
 
 @pytest.mark.parametrize("apart", [False, True])
-def test_of_several_steps_the_latest_is_read_with_its_optimizer(tmp_path, apart):
+def test_the_latest_of_several_steps_is_read_with_its_optimizer(tmp_path, apart):
     values = {f"model_step_{step}": WEIGHTS["model"] if apart else WEIGHTS for step in (100, 300, 200)}
     values |= dict.fromkeys(("optim_step_100", "optim_step_300") if apart else (), OPTIMIZER)
     files = {f"{name}_rank_{rank}.pt": value for name, value in values.items() for rank in range(2)}

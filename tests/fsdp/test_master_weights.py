@@ -181,7 +181,7 @@ def test_zero_grad_accepts_set_to_none(set_to_none):
 
 
 @pytest.mark.parametrize("by_closure", [False, True])
-def test_backward_starts_from_a_gradient_that_is_given_also_in_a_closure(by_closure):
+def test_backward_starts_from_a_given_gradient_even_in_a_closure(by_closure):
     weight = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
     optimizer = MasterWeightOptimizer(torch.optim.SGD([weight], lr=1.0))
 
@@ -438,7 +438,7 @@ def test_a_base_keeps_state_that_it_replaces_deletes_or_shares():
         assert state == {"step3": 3}
 
 
-def test_state_dict_has_what_the_own_state_dict_of_a_base_adds():
+def test_state_dict_includes_what_the_base_adds_in_its_own_state_dict():
     (model, optimizer), (again, other) = of_odd(0), of_odd(1)
     for _ in range(3):
         step_with_ones(model, optimizer)
@@ -450,7 +450,7 @@ def test_state_dict_has_what_the_own_state_dict_of_a_base_adds():
     assert all(map(torch.equal, again.parameters(), model.parameters()))
 
 
-def test_a_state_of_a_base_with_the_name_of_the_master_is_refused():
+def test_a_state_that_the_base_names_master_is_refused():
     model, optimizer = of_odd(0)
     optimizer.base.step = lambda: [
         optimizer.base.state[p].update(master=1) for p in optimizer.base.param_groups[0]["params"]

@@ -128,7 +128,7 @@ def test_an_accelerators_resumed_run_is_bit_equal_with_its_dataloader_and_accumu
 
 @pytest.mark.parametrize("size", [1, 3])
 @on_ranks(2, "size")
-def test_a_run_resumes_on_another_number_of_ranks(tmp_path, size):
+def test_a_run_resumes_on_a_different_number_of_ranks(tmp_path, size):
     here = dist.get_world_size()
     callback = CheckpointCallback(tmp_path / "run", save_steps=3)
     with logged() as warnings:

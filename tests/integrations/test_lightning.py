@@ -273,7 +273,7 @@ class Changed(Lit):
 
 @pytest.mark.parametrize("build", [Partly, Changed])
 @on_ranks(2)
-def test_what_a_modules_state_dict_omits_or_changes_is_saved_and_restored_so(tmp_path, build):
+def test_a_module_is_saved_and_restored_with_the_entries_of_its_own_state_dict(tmp_path, build):
     module, _ = restores(tmp_path, FSDP2Strategy, build=build)
     keys = model_keys(tmp_path / "saved.ckpt")
     assert keys == sorted(f"model.{name}" for name in module.state_dict())
@@ -454,7 +454,7 @@ def group_seed() -> int:
 
 
 @on_ranks(4, 2)
-def test_a_run_with_tensor_parallel_ranks_is_resumed_bit_equal_also_on_two_ranks(tmp_path):
+def test_a_run_with_tensor_parallel_ranks_is_resumed_bit_equal_even_on_two_ranks(tmp_path):
     if dist.get_world_size() == 2:
         saved, first = torch.load(tmp_path / "rank-0.pt", weights_only=False), First()
         _, trainer = fit(tmp_path, FSDP2Strategy(), first, steps=6, path=tmp_path / "tp.ckpt")

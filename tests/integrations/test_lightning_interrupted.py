@@ -292,7 +292,7 @@ def test_an_order_of_data_that_cannot_be_restored_is_warned_about(tmp_path):
 
 @pytest.mark.parametrize("loader", [StatefulDataLoader, DataLoader])
 @on_ranks(2, 1)
-def test_a_run_on_another_number_of_ranks_warns_that_it_repeats_or_skips_samples(tmp_path, loader):
+def test_a_run_on_a_different_number_of_ranks_warns_that_it_repeats_or_skips_samples(tmp_path, loader):
     if dist.get_world_size() == 2:
         run(tmp_path, FSDP2Strategy(), saving(tmp_path / "c", every=3), max_steps=3, loader=loader)
         return

@@ -36,7 +36,7 @@ def test_a_file_that_appears_during_a_removal_is_kept(tmp_path, late, monkeypatc
     assert kept[0].parent.name.startswith("last.ckpt.replaced-") and (kept[0].parent / ".metadata").exists()
 
 
-def test_a_run_can_begin_anew_after_the_removal_of_its_only_checkpoint(tmp_path):
+def test_a_run_can_start_over_after_the_removal_of_its_only_checkpoint(tmp_path):
     lightning_state.remove_checkpoint(f"{save(tmp_path, linear(), 5)}/step_00000005")
     with CheckpointManager(tmp_path) as manager:
         assert manager.load(linear()) is None

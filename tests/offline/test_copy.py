@@ -174,7 +174,7 @@ def test_a_run_is_copied_with_its_pins_and_latest_and_loads(run, tmp_path):
     assert steps(tmp_path / "new") == [1, 2, 3, 4]
 
 
-def test_running_a_copy_again_copies_only_new_checkpoints_also_through_links(run, new, tmp_path):
+def test_running_a_copy_again_copies_only_new_checkpoints_even_through_links(run, new, tmp_path):
     before = {p: p.stat().st_mtime_ns for p in new.rglob("*.distcp")}
     with CheckpointManager(run) as manager:
         manager.save(4, state(4))

@@ -162,7 +162,7 @@ def runs(tmp_path: Path, *made: TrainState, **options: Any) -> list[str]:
 @pytest.mark.parametrize(
     ("number", "shown"), [(float, ("0.5", "0.25")), (torch.tensor, ("0.5 (float32)", "0.25 (float32)"))]
 )
-def test_a_setting_of_an_optimizer_is_one_value_also_if_it_is_a_tensor(tmp_path, kind, number, shown):
+def test_a_setting_of_an_optimizer_is_one_value_even_if_it_is_a_tensor(tmp_path, kind, number, shown):
     states = [optimized(torch.nn.Linear(2, 2), torch.optim.AdamW, lr=number(lr)) for lr in (0.5, 0.25)]
     report = diff(*runs(tmp_path, *states, state_dict_type=kind), include=["optimizer*"])
     assert report.values == {"optimizer.param_groups[0].lr": shown}

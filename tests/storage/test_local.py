@@ -95,7 +95,7 @@ def test_an_error_of_the_disk_names_the_whole_path(tmp_path, monkeypatch, read):
         read(LocalStore(tmp_path))
 
 
-def test_an_error_of_what_is_written_is_not_blamed_on_the_file(tmp_path):
+def test_an_error_raised_by_the_caller_of_a_writer_is_not_blamed_on_the_file(tmp_path):
     unreadable = OSError(errno.EIO, os.strerror(errno.EIO), "/swap/offloaded.bin")
     with pytest.raises(OSError) as error, LocalStore(tmp_path).writer("x"):
         raise unreadable

@@ -78,7 +78,7 @@ def test_the_environment_sets_all_timeouts(monkeypatch):
     assert retry.timeout_s() == retry.timeout_s(retry.BACKGROUND_S) == 7
 
 
-def test_ctrl_c_ends_a_wait_also_if_another_thread_receives_the_signal():
+def test_ctrl_c_ends_a_wait_even_if_another_thread_receives_the_signal():
     ended = threading.Event()
 
     def interrupt() -> None:

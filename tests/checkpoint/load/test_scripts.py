@@ -79,7 +79,7 @@ def _flattened(state: TrainState) -> dict[str, Any]:
 
 @pytest.mark.parametrize("flatten", [True, False])
 @pytest.mark.parametrize("saved_as", [_whole, _flattened])
-def test_an_optimizer_with_numbers_or_beside_the_weights_is_restored_from_dcp(saved_as, flatten, tmp_path):
+def test_an_optimizer_is_restored_from_dcp_if_numbered_or_flattened_next_to_the_weights(saved_as, flatten, tmp_path):
     """dcp.save with what `Optimizer.state_dict` returns, or with the weights and a flattened optimizer in one dict."""
     theirs = states.trained(states.WithExtraState(3, 4), lr=0.125)
     theirs.model.kept = {"amax": torch.ones(2), "calls": 3}
@@ -202,7 +202,7 @@ def test_saved_names_decide_even_if_only_some_parameters_are_still_trained(tmp_p
     assert torch.equal(found, wanted)
 
 
-def test_saved_names_that_only_a_part_of_the_model_has_do_not_decide(tmp_path):
+def test_saved_names_that_lack_the_prefixes_of_submodules_are_not_used_for_matching(tmp_path):
     def made() -> TrainState:  # the names "weight" and "0.weight" stand for "0.weight" and "1.0.weight"
         model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Sequential(nn.Linear(2, 2, bias=False)))
         return states.trained(model, params=[{"params": [*part.named_parameters()]} for part in model])

@@ -57,7 +57,7 @@ def test_a_failure_on_rank_0_names_the_rank_and_a_refusal_does_not(kind):
 
 
 @on_ranks(3)
-def test_an_error_of_several_ranks_is_told_once():
+def test_an_error_of_several_ranks_is_reported_once():
     c = Coordinator(timeout_s=20)
     for failing, told in ((3, "on ranks 0, 1, 2: KeyError: 'a'"), (2, "on ranks 0, 1: KeyError: 'a'")):
 

@@ -146,7 +146,7 @@ def test_the_command_that_a_refused_load_names_makes_a_checkpoint_that_loads(ran
 
 
 @on_ranks(2)
-def test_of_plain_tensors_that_all_ranks_write_the_manifest_lists_the_lowest_ranks(tmp_path):
+def test_the_manifest_lists_the_lowest_ranks_copy_of_plain_tensors_that_all_ranks_write(tmp_path):
     rank = dist.get_rank()
     model = torch.nn.Module()
     model.register_buffer("same", torch.arange(1 << 15))

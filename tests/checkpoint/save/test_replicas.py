@@ -109,7 +109,7 @@ def test_each_rank_gets_its_own_copy_back_and_one_warning_names_the_tensors(tmp_
 
 
 @pytest.mark.parametrize(("kind", "size"), [("sharded", 3), ("full", 1)])
-def test_on_another_number_of_ranks_a_load_gives_one_copy_and_a_note(ranks, tmp_path, kind, size):
+def test_a_load_on_a_different_number_of_ranks_gives_one_copy_and_a_note(ranks, tmp_path, kind, size):
     ranks.run(save, 2, tmp_path, kind)
     for rank, (found, notes, lines) in enumerate(ranks.run(load, size, tmp_path, 1)):
         assert found == [1.0]

@@ -57,7 +57,7 @@ def of_paged(states: dict[str, Any]) -> list[str]:
     *((name, None) for name in OPTIMIZERS),
     ("PagedAdamW8bit", MasterWeightOptimizer), ("PagedAdamW8bit", lambda inner: _joined([inner])),
 ])  # fmt: skip
-def test_the_optimizer_allocates_its_states_also_inside_another(tmp_path, name, wrap, kind, options):
+def test_the_optimizer_allocates_its_states_even_inside_another(tmp_path, name, wrap, kind, options):
     source, live = made(name, wrap), made(name, wrap, pages=True)
     step(source)
     load_all(save(tmp_path, source, state_dict_type=kind), live, **options)

@@ -88,7 +88,7 @@ def _rewritten(tmp_path: Path, change: Callable[[int, dict[str, Any]], None]) ->
     return str(folder)
 
 
-def test_a_file_of_another_save_of_an_optimizer_without_steps_is_told_by_the_weights(tmp_path):
+def test_a_file_of_another_save_is_recognized_by_its_weights_if_the_optimizer_has_no_steps(tmp_path):
     def changed(rank, inner):
         for state in inner["base_optimizer_state"]["state"].values():
             del state["step"]

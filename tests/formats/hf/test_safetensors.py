@@ -272,7 +272,7 @@ def small(tmp_path):
     return header, bytes(range(at))
 
 
-def test_dtypes_below_a_byte_have_shapes_in_bytes_and_are_copied_with_their_own(small, tmp_path):
+def test_shapes_of_dtypes_below_a_byte_count_bytes_but_a_copy_keeps_the_header_shapes(small, tmp_path):
     header, data = small
     found = _open(tmp_path / "src").tensors
     assert {name: (entry.dtype, entry.shape) for name, entry in found.items()} == {n: SMALL[n][1:] for n in SMALL}

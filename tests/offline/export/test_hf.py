@@ -93,9 +93,7 @@ _HUB = ("model.a", "lm_head.w")
     (("actor", "ref"), {"exclude": ("actor.*",)}, "ref"),
     (("model", "ref"), {"include": ("ref.*",)}, "ref"),
 ])  # fmt: skip
-def test_of_several_models_that_match_the_base_the_main_or_selected_one_gets_its_names(
-    tmp_path, others, options, chosen
-):
+def test_if_several_models_match_the_base_the_main_or_selected_one_gets_its_names(tmp_path, others, options, chosen):
     found = export(tmp_path, _models(*others), _HUB, **options)
     sources = {tensor.name: tensor.sources for tensor in found.export.tensors if tensor.name in _HUB}
     assert sources == {name: (f"{chosen}.{name}",) for name in _HUB}
