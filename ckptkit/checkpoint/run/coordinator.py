@@ -72,7 +72,7 @@ def new_gloo_group(parent: Any, timeout_s: float) -> Any:
     timeout = timedelta(seconds=timeout_s)
     group = dist.new_group(ranks if some else None, timeout=timeout, backend="gloo", use_local_synchronization=some)
     if some and os.environ.get("TORCH_GLOO_LAZY_INIT", "0") == "0":  # else the ranks connect only when they send
-        # torch derives a group's name from its ranks, if these are not all ranks. Once this group is destroyed, the
+        # torch derives the name of a group of only some ranks from these ranks. Once this group is destroyed, the
         # next group of the same ranks gets the same name, and must not find the old addresses.
         dist.barrier(group)  # every rank is connected to every other
         if dist.get_rank(group) == 0:

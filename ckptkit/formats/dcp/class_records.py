@@ -134,7 +134,7 @@ def opened_entry(store: Store, entry: TensorEntry) -> tuple[dict[str, TensorEntr
         placed = {name: "whole" if blocks_of(first.shape, inner) is None else "like" for name, inner in held.items()}
         if len(shards) > 1 and "whole" in placed.values():
             raise UnsupportedFormatError(
-                f"has {len(shards)} shards, and inner tensors that describe a shard as a whole"
+                f"has {len(shards)} shards, and inner tensors that cannot be joined: each describes a whole shard"
             )
     else:
         return _by_its_class(store, entry, shards)
@@ -152,7 +152,7 @@ def opened_entry(store: Store, entry: TensorEntry) -> tuple[dict[str, TensorEntr
     if first.kind in STATES:
         contexts = [list(context.values()) for context in contexts]
     if any(context != contexts[0] for context in contexts):
-        raise UnsupportedFormatError(f"has shards of different settings ({', '.join(names)}): {contexts}")
+        raise UnsupportedFormatError(f"has shards with different settings ({', '.join(names)}): {contexts}")
     inner: dict[str, Any] = {}
     parts: dict[str, TensorEntry] = {}
     for name, rule in placed.items():
@@ -269,12 +269,12 @@ def _placed(
         raise UnsupportedFormatError(f"has shards whose {name} differ in dtype")
     if rule == "whole":
         if any(t.shape != first.shape or not t.same_storage(first) for t in tensors[1:]):
-            raise UnsupportedFormatError(f"has shards whose tables {name} differ")
+            raise UnsupportedFormatError(f"has shards with different tables {name}")
         return {"placed": rule}, first.shape, [first.slice()]
     blocks = [Blocks.of(name, rule, box.sizes, t.shape, entry.shape) for t, box in zip(tensors, boxes, strict=True)]
     if any(other != blocks[0] for other in blocks):
         sizes = [other.size for other in blocks]
-        raise SaveError(f"has shards whose {name} have a value for each block of {sizes} elements")
+        raise SaveError(f"has shards whose blocks for {name} differ in size: {sizes} elements")
     slices = [tensor.slice(blocks[0].inner_box(box)) for tensor, box in zip(tensors, boxes, strict=True)]
     return {"placed": rule, "block": blocks[0].size}, blocks[0].inner_shape, slices
 

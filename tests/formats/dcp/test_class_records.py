@@ -84,7 +84,7 @@ NARROW = {"columns": 32}  # a block of 64 elements is two rows of such a shard, 
 
 
 @pytest.mark.parametrize(("shards", "dim", "reason"), [
-    ([{}, {"block": 128}], 0, r"scale have a value for each block of \[64, 128\]"),
+    ([{}, {"block": 128}], 0, r"blocks for scale differ in size: \[64, 128\]"),
     ([{}, {"signed": False}], 0, "different settings"),
     ([NARROW, NARROW], 1, r"\[8, 64\] and a scale with .* of 64 .* holds \[0, 32\) of dimension 1"),
 ])  # fmt: skip
