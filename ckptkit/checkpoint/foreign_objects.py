@@ -104,7 +104,6 @@ class ForeignObjects:
         for item in saved.tensors:
             if item.is_nested and (fqn := fqn_of(item.param)):
                 insert(states.setdefault(fqn, {}), item.path, Reference(own_name(item, key, fqn)))
-        values = {fqn: encode(with_lists(state), f"{key}.values.{fqn}", self.tensors) for fqn, state in states.items()}
         unknown = [param for group in saved.groups for param in group["params"] if fqn_of(param) is None]
         if unknown:
             self.lost.append((f"{prefix}.{PARAM_GROUPS}", why_unknown(unknown[0])))
@@ -121,8 +120,9 @@ class ForeignObjects:
                 groups.append(into := {**settings, "params": []})
             into["params"] += [fqn_of(param) for param in group["params"]]
         if groups:  # without groups, no job could load the values
+            values = {fqn: encode(with_lists(of), f"{key}.values.{fqn}", self.tensors) for fqn, of in states.items()}
             self.trees[key] = {PARAM_GROUPS: groups, "values": values, "shared": {}}
-        elif values:
+        elif states:
             self.lost.append((f"{prefix}.state", "the settings of its parameters are missing"))
 
     def _check(self, value: Any, name: str) -> None:

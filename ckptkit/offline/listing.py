@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -21,6 +22,8 @@ from ckptkit.storage.local import is_directory
 from ckptkit.storage.open import open_store
 from ckptkit.storage.store import Store
 from ckptkit.units import first_few
+
+_log = logging.getLogger(__name__)
 
 SCHEMA = "ckptkit.ls/1"
 _RESUMED = "the last job resumed from it and kept it; that job has ended, so the next save or prune deletes it"
@@ -151,8 +154,9 @@ def look_ahead(
 ) -> Outlook:
     """Return what a rotation would do if it ran now.
 
-    Without a given policy, applies the policy that the run has recorded, unless this version does not know one of its
-    rules. With `recorded`, adds the exemptions (`keep_...`) of the recorded policy to a given policy.
+    Without a given policy, applies the policy that the run has recorded. If this version does not know one of its
+    rules, logs a warning and applies no policy. With `recorded`, adds the exemptions (`keep_...`) of the recorded
+    policy to a given policy.
 
     Args:
         view: The snapshot of `root` from which the inventory was made.
@@ -172,6 +176,7 @@ def look_ahead(
         except UsageError as error:
             if given is not None:
                 raise UsageError(f"{error} To ignore the recorded policy: --forget-recorded.") from error
+            _log.warning("%s: %s No recorded limit or exemption is applied. Use a newer ckptkit.", root.url, error)
     origin = inventory.latest.record.extra.get("resumed_from") if inventory.latest else None
     decisions, kept = [], {}
     for item, decision in zip(

@@ -84,14 +84,16 @@ def test_missing_saves_are_counted_at_their_position(tmp_path):
     assert listing.absent == listing.to_json()["absent"] == 2
 
 
-def test_limits_are_not_applied_to_a_run_with_an_unknown_policy(tmp_path, monkeypatch):
+def test_limits_are_not_applied_to_a_run_with_an_unknown_policy(tmp_path, monkeypatch, caplog):
     save_steps(tmp_path, 10, 11, retention=RetentionPolicy(max_num=9, keep_every=10))
     monkeypatch.setattr(RetentionPolicy, "__slots__", ("max_num", "max_mem"))  # an older version, without keep_every
     with pytest.raises(UsageError, match=r"keep_every.*--forget-recorded"):
         prune(str(tmp_path), policy=RetentionPolicy(max_num=1))
     with pytest.raises(UsageError):
         prune(str(tmp_path))
+    caplog.clear()
     assert list_run(str(tmp_path)).policy is None
+    assert caplog.text.count("keep_every") == 1
     assert prune(str(tmp_path), policy=RetentionPolicy(max_num=1), recorded=False, dry_run=True).deleted == ()
 
 
