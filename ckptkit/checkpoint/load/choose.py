@@ -91,12 +91,11 @@ class Loader:
                     raise
                 rotated = name
             except CorruptCheckpointError as error:
-                if fallback == "error" or not name:
-                    verify = command_line("verify", f"{self.url}/{name}")
-                    raise type(error)(
-                        f"{error}\nTo see all damage: `{verify}`. To load an older checkpoint: load(..., "
-                        "fallback='previous'), or 'latest~1', or a step."
-                    ) from error
+                if not name:
+                    raise
+                if fallback == "error":
+                    ways = self.coordinator.decide(partial(self._older, name), "looking for an older checkpoint")
+                    raise type(error)(f"{error}\n{ways}") from error
                 text = f"{self.url}/{name} is damaged, falling back to the previous checkpoint: {error}"
                 self.coordinator.decide(partial(_log.warning, "%s", text), "warning of damage")
                 first = first or error
@@ -148,6 +147,21 @@ class Loader:
         if isinstance(found, Skipped) and found.unanswered:  # don't fall back: this checkpoint may be undamaged
             raise StorageError(found.reason)
         return found
+
+    def _older(self, name: str) -> str:
+        """Return how to see the damage of the checkpoint `name`, and how to load an older one. Call on rank 0."""
+        see = f"To see all damage: `{command_line('verify', f'{self.url}/{name}')}`."
+        try:
+            names = [item.name for item in list_checkpoints(self.root).committed]
+        except (StorageError, OSError):
+            return see
+        older = names[: names.index(name)] if name in names else names
+        if not older:
+            return f"{see} There is no older checkpoint to load."
+        return (
+            f"{see} The checkpoint before it is {older[-1]}: load it by its name, or pass fallback='previous' to "
+            "CheckpointManager.load, or move the damaged one away."
+        )
 
     def _restore(
         self,

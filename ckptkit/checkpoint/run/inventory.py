@@ -419,8 +419,8 @@ def resolve(root: Store | Inventory, name: str = "latest", *, best: tuple[str, s
     """Return the checkpoint that `name` means.
 
     Args:
-        name: "latest", "latest~1" (the checkpoint before "latest"), "best", "best:loss:min", a directory's name, or a
-            step.
+        name: "latest", "latest~1" (the checkpoint before "latest", also if that one is damaged), "best",
+            "best:loss:min", a directory's name, or a step.
         best: (metric, "min" | "max") for "best". Default: the objective of the newest record that has one.
 
     Raises:
@@ -442,6 +442,8 @@ def _resolve(inventory: Inventory, name: str, best: tuple[str, str] | None) -> C
     latest = _LATEST.fullmatch(name)
     if latest:
         back = int(latest[1] or 0) + 1
+        if back > 1 and inventory.newest_damaged is not None:  # it is "latest", so the newest other one is "latest~1"
+            back -= 1
         return inventory.committed[-back] if back <= len(inventory.committed) else None
     wanted = _BEST.fullmatch(name)
     if wanted:

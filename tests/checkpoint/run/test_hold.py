@@ -245,7 +245,7 @@ def test_a_damaged_newest_checkpoint_falls_back_to_the_previous_one_only_on_requ
     with CheckpointManager(run) as manager, caplog.at_level(logging.WARNING, logger="ckptkit"):
         with pytest.raises(CorruptCheckpointError) as caught:
             manager.load(live)
-        advice = ("model.weight", ".distcp", f"ckptkit verify {run}/step_00000006", "fallback='previous'")
+        advice = ("model.weight", ".distcp", f"ckptkit verify {run}/step_00000006", "_00000005", "fallback='previous'")
         assert [words for words in advice if words not in str(caught.value)] == []
         report = manager.load(live, fallback="previous")
         assert report is not None and report.step == 5 and value_of(live) == 5
@@ -284,7 +284,8 @@ def test_an_unreadable_or_foreign_record_of_the_newest_checkpoint_is_an_error(ru
     with CheckpointManager(run) as manager:
         with pytest.raises(CorruptCheckpointError, match=rf"(?s)step_00000006.*{said}.*fallback='previous'"):
             manager.load(linear())
-        assert manager.load(linear(), fallback="previous").step == 5  # type: ignore[union-attr]
+        for which, options in (("latest", {"fallback": "previous"}), ("latest~1", {})):
+            assert manager.load(linear(), which, **options).step == 5  # type: ignore[union-attr]
         assert manager.latest() == 5
 
 
@@ -292,3 +293,5 @@ def test_without_an_older_checkpoint_a_fallback_raises_the_first_damage(tmp_path
     flip(save_steps(tmp_path, 6) / "step_00000006", torch.full((2, 3), 6.0))
     with pytest.raises(CorruptCheckpointError, match="no older checkpoint"):
         load(tmp_path, linear(), fallback="previous")
+    with pytest.raises(CorruptCheckpointError, match="no older checkpoint"):
+        load(tmp_path, linear())
