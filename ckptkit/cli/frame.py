@@ -7,6 +7,7 @@ import itertools
 import json
 import logging
 import os
+import re
 import shutil
 import sys
 import textwrap
@@ -28,6 +29,8 @@ StorageOptions = Mapping[str, Any] | None
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 PROGRESS_DELAY_S = 1.0  # shorter operations show no bar
 _LISTED = 5  # maximum lines of a list that are shown without --verbose
+# An option in a sentence, and the word before it. Not in a command line ("ckptkit ls --all RUN").
+_ADVISED = re.compile(r"ckptkit \w[^`\n]*|(?:([\w-]+) )?(?<![\w-])(--[a-z][a-z-]*[a-z])")
 
 
 def command_frame(function: F) -> F:
@@ -65,7 +68,7 @@ def command_frame(function: F) -> F:
             if debug:
                 click.echo(printable(without_secrets(traceback.format_exc())), err=True, nl=False)
             text = _message(error)
-            _say((text if debug else _shortened(text)) + _older(error))
+            _say((text if debug else _shortened(text)) + _elsewhere(text) + _older(error))
             raise SystemExit(error.exit_code if isinstance(error, CkptkitError) else 1) from None
 
     return framed  # type: ignore[return-value]
@@ -96,6 +99,34 @@ def _message(error: Exception) -> str:
         place = f"{error.filename}: " if error.filename else ""
         return f"Error: {place}{error.strerror or words_of(error)}."
     return f"Error: {type(error).__name__}: {error}. This is a bug in ckptkit; --debug shows where it happened."
+
+
+def _elsewhere(text: str) -> str:
+    """Return a line for the options in `text` that only other commands have. Returns "" if there are none.
+
+    Most errors come from code that several commands share.
+    """
+    context = click.get_current_context()
+    group, name = context.find_root().command, context.info_name
+    own = {option for param in context.command.params for option in param.opts}
+    advised = {match[2]: match[1] for match in _ADVISED.finditer(text) if match[2] and match[2] not in own}
+    if not advised or not isinstance(group, click.Group) or name not in group.list_commands(context):
+        return ""
+    commands = {other: group.get_command(context, other) for other in group.list_commands(context)}
+    owners: dict[str, list[str]] = {}
+    for option, before in advised.items():
+        found = [other for other, command in commands.items() if command and _has(command, option)]
+        if found and before not in found:  # in "convert --untie", the option belongs to the command before it
+            owners.setdefault(found[0], []).append(option)
+    then = f" Use it on the checkpoint first, then {name} the result." if name in ("merge", "diff") else ""
+    return "".join(
+        f"\n{' and '.join(options)} {'are options' if options[1:] else 'is an option'} of {owner}, not of {name}.{then}"
+        for owner, options in owners.items()
+    )
+
+
+def _has(command: click.Command, option: str) -> bool:
+    return any(option in param.opts for param in command.params)
 
 
 def _older(error: Exception) -> str:

@@ -75,6 +75,10 @@ REFUSED: dict[str, tuple[int, str, str]] = {  # the rule: exit code, command lin
     "a prune of something else deletes nothing": (
         1, "prune {here}/other --max-num 1", "Error: Nothing was deleted: {here}/other contains no ckptkit checkpoint.",
     ),
+    "an option of another command is named as such": (
+        1, "diff {zoo}/fsdp1_local_state_dict_nomesh_w2 {dcp}",
+        "\n--layout is an option of convert, not of diff. Use it on the checkpoint first, then diff the result.\n",
+    ),
     "a command to paste comes last": (1, "prune {here}/other --max-num 1", "ckptkit inspect {here}/other\n"),
 }  # fmt: skip
 
