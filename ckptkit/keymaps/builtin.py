@@ -262,8 +262,8 @@ _BY_MODEL_TYPE: dict[str, str] = {
 _STACKED_ON_HUB = ("gpt_oss", "llama4", "llama4_text")
 _TITAN_DOUBT = (
     "the names are torchtitan's and were kept, because the checkpoint does not record its model. No loader of Hugging "
-    "Face models knows these names. Give --base MODEL (its config.json has the model type and the number of heads), or "
-    "--key-map torchtitan-llama3 or torchtitan-qwen3"
+    "Face models knows these names. Give --base MODEL (its config.json has the model type and the number of heads). "
+    "For model types other than llama and qwen3, also give --key-map torchtitan-llama3 or torchtitan-qwen3"
 )
 _EXPERTS_DOUBT = (
     "stacked experts were kept: loaders skip them if the Hub's layout of the model has one tensor per expert. Give "

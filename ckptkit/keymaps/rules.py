@@ -206,8 +206,8 @@ def size_of(size: Size, config: Mapping[str, Any], rule: str) -> int:
         if value is None:
             have = "there is no config.json" if not config else "config.json has no such integer"
             raise UsageError(
-                f"{rule}: size {key!r} is a key of config.json, but {have}. Give --base, or a number as the size. "
-                "A load in a job uses the live model's `config`."
+                f"{rule}: size {key!r} is a key of config.json, but {have}. Give --base. In a key map of your own, "
+                "the size may also be a number. A load in a job uses the live model's `config`."
             )
         product *= value
     return product

@@ -39,7 +39,7 @@ from ckptkit.offline.copying.copier import Progress
 from ckptkit.offline.copying.plan import ComputedTensor, OutputTensor
 from ckptkit.offline.export.hf import HFExport
 from ckptkit.offline.export.tied import config_ties, same_values, tied_pairs
-from ckptkit.offline.export.weights import ExportOptions, with_masters
+from ckptkit.offline.export.weights import MATCHES_NONE, ExportOptions, with_masters
 from ckptkit.offline.joined import join, taken_from
 from ckptkit.offline.publish import options_of_both
 from ckptkit.offline.reading import open_pinned, reads_checkpoints
@@ -304,7 +304,7 @@ def _combined(
     said: str,
 ) -> HFExport:
     """Return the export with the summed tensors. All other contents come from the last source."""
-    _check_names(opened, named)
+    _check_names(opened, parts, named)
     result: list[OutputTensor] = []
     copied: list[str] = []
     dtypes = {tensor.name: tensor.dtype for tensor in parts[-1].tensors}
@@ -330,7 +330,10 @@ def _combined(
         else:
             copied.append(name)
             result.append(newest)
-    notes = [said, *_compare_configs(opened, parts), *(note for part in parts for note in part.notes)]
+    notes = [said, *_compare_configs(opened, parts)]
+    for note in (note for part in parts for note in part.notes):
+        if not note.endswith(MATCHES_NONE) or all(note in part.notes for part in parts):
+            notes.append(note)
     if any(".lora_" in name for name in named[-1]):
         notes.append(
             "lora_A and lora_B are averaged separately, so the result is not the average of the adapted models. For "
@@ -418,15 +421,21 @@ def _are_equal(source: Source, part: HFExport, names: tuple[str, str]) -> bool:
     return len(entries) == 2 and same_values(source.store, *entries)
 
 
-def _check_names(opened: Sequence[Source], named: Sequence[Mapping[str, OutputTensor]]) -> None:
+def _check_names(
+    opened: Sequence[Source], parts: Sequence[HFExport], named: Sequence[Mapping[str, OutputTensor]]
+) -> None:
     for source, names in zip(opened, named, strict=True):
         for of, others in ((opened[-1], named[-1].keys() - names.keys()), (source, names.keys() - named[-1].keys())):
             if others:
                 without = source if of is opened[-1] else opened[-1]
+                heads = {head for head, _ in tied_pairs({name: tensor.shape for name, tensor in names.items()})}
+                if of is source and others <= heads and config_ties(parts[-1].config):
+                    ways = f"To keep it, name {of.url} last; --exclude loses it"
+                else:
+                    ways = "--exclude skips some, --key-map and --strip-prefix rename them"
                 raise CheckpointMismatchError(
                     f"{of.url} has {counted(len(others), 'tensor')} that {without.url} does not have: "
-                    f"{first_few(sorted(others))}. Only checkpoints with the same tensors can be merged; --exclude "
-                    "skips some, --key-map and --strip-prefix rename them."
+                    f"{first_few(sorted(others))}. Only checkpoints with the same tensors can be merged. {ways}."
                 )
 
 

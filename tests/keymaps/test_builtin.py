@@ -123,6 +123,8 @@ def test_torchtitan_without_a_config_keeps_its_names_and_asks_for_a_base(titan):
     chosen = choose_map(targets_of(native))
     assert set(chosen.mapped.targets) == set(native)
     assert "Give --base MODEL" in chosen.doubt
+    with pytest.raises(UsageError, match="Give --base"):  # the map alone does not help
+        builtin_map("torchtitan-llama3").apply(targets_of(native))
 
 
 def test_torchtunes_names_are_not_taken_for_torchtitans():

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from ckptkit.offline.vocabulary import VocabSize
 
 
+MATCHES_NONE = "matches no tensor"  # the end of a note about a glob
 _EXTRA_STATE = "_extra_state"  # what a module's get_extra_state returned; in TransformerEngine, a tensor
 
 _NAMELESS = "their optimizer numbers its parameters, and order and shapes do not prove which is which"
@@ -156,7 +157,7 @@ def select_targets(
         known += [(name, name.partition(".")[2]) for name in catalog.info.extra.get("opaque", {})]
     for option, patterns in (("--include", options.include), ("--exclude", options.exclude)):
         idle = [glob for glob in patterns if not any(matches((glob,), *both) for both in known)]
-        found.notes += [f"{option} {glob!r} matches no tensor" for glob in idle]
+        found.notes += [f"{option} {glob!r} {MATCHES_NONE}" for glob in idle]
     _refuse_opaque(catalog, found, options, in_parts=in_parts)
     if not found.targets:
         given = [*(f"--include {x!r}" for x in options.include), *(f"--exclude {x!r}" for x in options.exclude)]
