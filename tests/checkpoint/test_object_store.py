@@ -343,6 +343,7 @@ THEIRS = {
     "notes/run.txt": b"mine",
     "step_00000001/eval/results.json": b"mine",
     "step_00000002/0123456789abcdef/__0_0.distcp": b"copied here",  # no save of this run has recorded this id
+    "step_00000003/notes.txt": b"mine",
     "step_00000009/fedcba9876543210/.metadata": b"a half copy",
 }
 

@@ -14,28 +14,8 @@ from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 from ckptkit import DCPReader, DCPWriter, TrainState, copy, diff
 from tests.checkpoint import states
 from tests.formats.interop_cases import blank
-from tests.remote.runs import TWO, Place, full, state_of
+from tests.remote.runs import TWO
 from tests.storage.proxy import Proxy
-
-
-def saved(place: Place) -> Any:
-    place.save(1, 2, 3, retention=TWO)
-    return full(state_of(3))
-
-
-def resumed(place: Place) -> Any:
-    state = state_of(99)
-    with place.manager() as manager:
-        manager.load(state)
-    return full(state)
-
-
-def test_a_run_on_s3_saves_rotates_and_resumes_at_other_world_sizes(ranks, near):
-    expected = ranks.run(saved, 2, near)[0]
-    assert near.steps() == [2, 3]
-    for world_size in (3, 1):
-        assert ranks.run(resumed, world_size, near) == [expected] * world_size
-    assert near.store.unfinished_uploads() == []
 
 
 @pytest.mark.parametrize("folder", ["", "lora_adapter/"])
@@ -77,7 +57,9 @@ def test_saves_loads_and_listings_make_few_requests(count, proxy, far):
         counts["latest"] = count(manager.latest)
     with far.elsewhere().manager() as other:
         counts["latest of a new process"] = count(other.latest)
+        counts["load of a new process"] = count(lambda: other.load(state))
     most = {"first save": 11, "save that rotates": 18, "load": 11, "latest": 2, "latest of a new process": 4}
+    most["load of a new process"] = 9
     assert all(counts[name] <= most[name] for name in most), counts
 
 
@@ -104,20 +86,6 @@ def test_saves_make_no_more_requests_than_torchs_writer(count, far):
         assert count(lambda: manager.load(state)) <= 14  # eight as in the next test, and three of each data file
 
 
-def test_a_load_repeats_only_the_check_of_its_pin(proxy, far):
-    far.save(1, 2)
-    with far.elsewhere().manager() as manager:
-        proxy.clear()
-        manager.load(state_of(99))
-        kinds, seen = proxy.kinds(), list(proxy.seen)
-    # Two records, two of the index, the data, the pin; and a listing of deletions and the record once more before
-    # anything is read into the state.
-    assert kinds == {"LIST": 2, "GET": 6, "PUT": 1}, kinds
-    assert [path for _, path in seen if seen.count(("GET", path)) > 1] == [
-        path for _, path in seen if path.endswith("step_00000002/checkpoint.json")
-    ]
-
-
 def test_commands_make_the_documented_number_of_requests(count, far):
     model = nn.ParameterList([nn.Parameter(torch.rand(833)) for _ in range(1200)])
     states.save(far.url, TrainState(model=model), storage_options=far.options)
@@ -134,9 +102,11 @@ def test_commands_make_the_documented_number_of_requests(count, far):
     assert all(counts[name] <= most[name] for name in most), counts
 
 
-def test_only_one_rank_lists_the_run(ranks, proxy, far):
-    ranks.run(far.save, 3, 1, 2)
+def test_only_one_rank_lists_a_run_that_resumes_at_other_world_sizes(ranks, proxy, far):
+    ranks.run(far.save, 2, 1, 2)
     listed = [path for method, path in proxy.seen if method == "GET" and "list-type" in path]
     assert listed and not any("step_" in path for path in listed), listed
     files = [path for method, path in proxy.seen if method == "PUT" and path.endswith(".distcp")]
-    assert len(files) == len(set(files)) == 6
+    assert len(files) == len(set(files)) == 4
+    for world_size in (4, 1):  # a mean over three ranks would be rounded
+        ranks.run(far.loads, world_size, 2)

@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 
-from ckptkit import TrainState, list_run
+from ckptkit import TrainState
 from ckptkit.checkpoint.run import commit
 from ckptkit.checkpoint.run.commit import clean_leftovers
-from ckptkit.checkpoint.run.delete import rotate
 from ckptkit.checkpoint.run.pins import _announced
 from ckptkit.errors import CheckpointExistsError, CkptkitError, CorruptCheckpointError, IntegrityError
 from ckptkit.storage.objects import RemoteStore
@@ -53,18 +52,6 @@ def test_overwrite_refuses_foreign_objects_by_name(near, name):
     assert near.objects() == before
 
 
-def test_only_a_single_object_of_the_same_kind_is_replaced(near):
-    file, over = near / "model.pt", {"to": "torch", "overwrite": True}
-    file.make(to="torch")
-    before = near.objects()
-    file.make(**over, dtype="bf16")
-    after = near.objects()
-    assert after.keys() == before.keys() and after != before
-    near.store.write("notes.pt", b"mine")
-    with pytest.raises(CheckpointExistsError, match=r"not a file that torch\.save"):
-        (near / "notes.pt").make(**over)
-
-
 def _killed_after_copies(say: Any, place: Place, copies: int) -> None:
     calls = itertools.count()
     before(pytest.MonkeyPatch(), RemoteStore, "copy_to", lambda *_: next(calls) == copies and die())
@@ -83,38 +70,6 @@ def test_a_kill_during_the_replacement_keeps_the_new_export_and_the_command_cont
         near.make(**MANY)
     near.make(**OVER)
     near.is_made()
-
-
-# --- files of others in a checkpoint's keys
-
-
-def test_rotation_and_overwrite_keep_and_name_foreign_objects(near, caplog):
-    root = near.store
-    first, second = save(root, 1), save(root, 2)
-    theirs = {
-        "step_00000001/eval/results.json": b"1",
-        f"step_00000001/{first.data}/results.json": b"2",
-        "step_00000002/notes.txt": b"3",
-        f"step_00000002/{second.data}/results.json": b"4",
-    }
-    for name, data in theirs.items():
-        root.write(name, data)
-    save(root, 2, overwrite=True)
-    save(root, 3)
-    done = rotate(root, ONE, clean=True)
-    assert "does not name" in caplog.text and not done.failed
-    rotate(root, ONE, clean=True)
-    for step in (4, 5):  # its cleaning has the lease
-        save(root, step)
-    found = near.objects()
-    assert theirs.items() <= found.items()
-    steps = ("step_00000001", "step_00000002")
-    ours = [name for name in found if name.startswith(steps) and ".ckptkit-deleted-" not in name]
-    assert sorted(ours) == sorted(theirs)
-    rows = {row["name"]: row for row in list_run(near.url, storage_options=near.options).to_json()["checkpoints"]}
-    assert "eval/results.json" in rows["step_00000001"]["kept_files"]
-    save(root, 1)
-    assert theirs.items() <= near.objects().items()
 
 
 DENIED = {
