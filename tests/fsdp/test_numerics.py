@@ -53,12 +53,6 @@ def test_clipping_equals_a_single_process(ranks, norm_type, limit):
     check(results)
 
 
-@pytest.mark.parametrize("every", [False, True])
-def test_accumulation_equals_one_large_batch(ranks, every):
-    sizes = {"micro_train_batch_size": 1, "train_batch_size": models.SAMPLES}
-    check(ranks.run(run, 2, sizes | {"sync_every_micro_batch": every}))
-
-
 @pytest.mark.parametrize("config", [
     {"activation_checkpointing": True}, {"forward_prefetch": True}, {"forward_prefetch": 2},
     {"backward_prefetch": "BACKWARD_POST"}, {"backward_prefetch": "NO_PREFETCH"}, {"backward_prefetch": 2},

@@ -28,7 +28,7 @@ from ckptkit.errors import (
     SaveError,
     UsageError,
 )
-from ckptkit.fsdp import DynamicGradScaler, FSDPConfig, FSDPStrategy, MasterWeightOptimizer, param_groups
+from ckptkit.fsdp import FSDPConfig, FSDPStrategy
 from ckptkit.fsdp.accumulation import accumulation_steps
 from ckptkit.fsdp.strategy import ModelOptimPair
 from tests.fsdp import models
@@ -304,21 +304,6 @@ def test_a_loss_that_was_not_scaled_is_refused():
     models.loss_of(model, models.batch(0)).backward()
     with pytest.raises(UsageError, match=r"by the loss scale 65536.*strategy\.backward"):
         strategy.optimizer_step(optimizer, model)
-
-
-@on_ranks(2)
-def test_an_optimizer_with_its_own_scaler_is_scaled_and_clipped():
-    strategy = FSDPStrategy(FSDPConfig(mixed_precision="fp16", precision="master"), max_norm=1e-3)
-    model = strategy.prepare_model(models.made(models.untied))
-    scaler = DynamicGradScaler(256.0, dtype=torch.float16)
-    base = torch.optim.SGD(param_groups(model), lr=1.0)
-    optimizer = MasterWeightOptimizer(base, grad_scaler=scaler)
-    assert strategy.grad_scaler(optimizer) is scaler
-    before = [optimizer.state[p]["master"].full_tensor().clone() for p in model.parameters()]
-    assert models.step(strategy, model, optimizer)
-    after = [optimizer.state[p]["master"].full_tensor() for p in model.parameters()]
-    moved = torch.cat([(a - b).flatten() for a, b in zip(after, before, strict=True)]).norm()
-    assert moved.item() == pytest.approx(1e-3, rel=1e-2)
 
 
 @pytest.mark.parametrize("every", [True, False], ids=["after each backward", "after the last of a window"])

@@ -63,27 +63,16 @@ def save(manager: CheckpointManager, way: str, state: TrainState) -> None:
 
 @KINDS
 @WAYS
-def test_every_dtype_and_layout_round_trips_on_its_device(device, kind, way, tmp_path):
-    state = training(device, 1)
+@pytest.mark.parametrize("source", ["device", "host"])
+def test_every_dtype_and_layout_round_trips_on_its_device_and_loads_on_another(device, kind, way, source, tmp_path):
+    state = training("cpu" if source == "host" else device, 1)
     expected = contents(state)
     with CheckpointManager(tmp_path, state_dict_type=kind) as manager:
         save(manager, way, state)
-        for atomic in (False, True):
-            loaded = training(device)
+        for target, atomic in (("cpu", False), (device, False), (device, True)):
+            loaded = training(target)
             manager.load(loaded, atomic=atomic)
-            assert_same(loaded, expected, device)
-
-
-@KINDS
-@pytest.mark.parametrize("to_device", [True, False], ids=["to the device", "from the device"])
-def test_a_checkpoint_loads_on_another_device(device, kind, to_device, tmp_path):
-    source, target = ("cpu", device) if to_device else (device, "cpu")
-    state = training(source, 1)
-    with CheckpointManager(tmp_path, state_dict_type=kind) as manager:
-        manager.save(1, state)
-        loaded = training(target)
-        manager.load(loaded)
-    assert_same(loaded, contents(state), target)
+            assert_same(loaded, expected, target)
 
 
 @pytest.mark.parametrize("options", [{"foreach": False}, {"foreach": True}, {"fused": True}], ids=str)

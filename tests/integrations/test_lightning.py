@@ -252,32 +252,11 @@ class Partly(Lit):
         return {k: v for k, v in super().state_dict().items() if "encoder" not in k}
 
 
-class Changed(Lit):
-    """Saves one weight doubled and another under an old name, and reverts both on load."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_state_dict_post_hook(self._save)
-        self.register_load_state_dict_pre_hook(self._load)
-
-    @staticmethod
-    def _save(module: Any, state: dict[str, Any], prefix: str, meta: Any) -> None:
-        state[prefix + "model.head.bias"] = state[prefix + "model.head.bias"] * 2
-        state[prefix + "old_head"] = state.pop(prefix + "model.head.weight")
-
-    @staticmethod
-    def _load(module: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
-        state[prefix + "model.head.bias"] = state[prefix + "model.head.bias"] / 2
-        state[prefix + "model.head.weight"] = state.pop(prefix + "old_head")
-
-
-@pytest.mark.parametrize("build", [Partly, Changed])
 @on_ranks(2)
-def test_a_module_is_saved_and_restored_with_the_entries_of_its_own_state_dict(tmp_path, build):
-    module, _ = restores(tmp_path, FSDP2Strategy, build=build)
+def test_a_module_is_saved_and_restored_with_the_entries_of_its_own_state_dict(tmp_path):
+    module, _ = restores(tmp_path, FSDP2Strategy, build=Partly)
     keys = model_keys(tmp_path / "saved.ckpt")
-    assert keys == sorted(f"model.{name}" for name in module.state_dict())
-    assert len(keys) == 6 and ("model.old_head" in keys) == (build is Changed)
+    assert keys == sorted(f"model.{name}" for name in module.state_dict()) and len(keys) == 6
 
 
 @on_ranks(2)

@@ -5,7 +5,6 @@ import itertools
 import json
 import os
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +18,6 @@ from ckptkit.storage import lock as module
 from ckptkit.storage.lock import acquire_lease
 from ckptkit.storage.owner import Owner, _start_of, owner_json, this_process
 from ckptkit.storage.staging import STARTING_S
-from tests.checkpoint.saving import fork
 from tests.patches import before
 
 BOOT = "boot/pid:[4026531836]/0123"
@@ -88,28 +86,8 @@ def test_the_store_clock_survives_a_concurrent_cleanup(root, monkeypatch):
     assert not [item for item in root.list(".ckptkit") if "clock-" in item.path]
 
 
-def _contend(say: Any, root: str) -> None:
-    try:
-        lease = acquire_lease(open_store(root))
-    except LeaseHeldError:
-        say(b"l")
-        Path(root, f"lost-{os.getpid()}").touch()
-    else:
-        say(b"w")
-        deadline = time.monotonic() + 25
-        while len(list(Path(root).glob("lost-*"))) < 7 and time.monotonic() < deadline:
-            time.sleep(0.02)
-        lease.check()
-
-
-def test_one_of_many_contenders_takes_over(root):
-    put(root, replace(PARENT, started="1"), generation=41)
-    with ThreadPoolExecutor(8) as pool:  # each forks a process of its own
-        results = list(pool.map(lambda _: fork(_contend, root.url), range(8)))
-    assert sorted(said for _, said in results) == [b"l"] * 7 + [b"w"] and {code for code, _ in results} == {0}
-
-
 def test_a_contender_that_is_slower_by_one_rename_is_told_who_holds_the_lease(root, monkeypatch):
+    put(root, replace(PARENT, started="1"), generation=41)
     won: list[Any] = []
 
     def win(*_: str) -> None:
