@@ -195,7 +195,6 @@ NIGHT: dict[str, int] = {
     "tests/docs/test_code_blocks.py::test_commands_run_and_print_what_the_page_shows": 12,
     "tests/docs/test_code_blocks.py::test_python_blocks_run": 12,
     "tests/offline/test_pictures.py::test_a_browser_shows_every_bar_and_sends_no_request": 0,
-    "tests/offline/test_pictures.py::test_a_page_prints_on_paper": 0,
     "tests/offline/test_resume_team.py": 0,
     "tests/offline/test_diff.py::test_memory_does_not_grow_with_the_tensor": 0,
     "tests/test_examples.py::test_the_example_runs": 0,

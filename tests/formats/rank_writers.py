@@ -138,23 +138,6 @@ def _fsdp1(model: TinyLM, **options: Any) -> Any:
     return FSDP(model, **options)
 
 
-def _gathered_pieces(
-    model: nn.Module, optimizer: torch.optim.Optimizer, shapes: dict[str, Any], shards: int
-) -> dict[str, Any]:
-    """Return the first moments of FSDP1 with use_orig_params, joined from the first ranks' parts of each parameter."""
-    mine = {
-        name.replace("_fsdp_wrapped_module.", ""): optimizer.state[p]["exp_avg"].flatten().tolist()
-        for name, p in model.named_parameters()
-        if p in optimizer.state
-    }
-    ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, mine)
-    ranks = ranks[:shards]
-    names = dict.fromkeys(name for part in ranks for name in part)
-    whole_ = {name: [x for part in ranks for x in part.get(name, [])] for name in names}
-    return {name: {"exp_avg": torch.tensor(x).reshape(shapes[name].shape)} for name, x in whole_.items()}
-
-
 def write_verl_fsdp1(out: str, use_orig_params: bool, replicas: int) -> dict[str, Any]:
     """Write verl under FSDP1: ShardedTensors (DTensors with several replicas), and an optimizer with each rank's part
     of flat parameters."""
@@ -172,14 +155,13 @@ def write_verl_fsdp1(out: str, use_orig_params: bool, replicas: int) -> dict[str
     train(wrapped, optimizer.step)
     with FSDP.state_dict_type(wrapped, StateDictType.FULL_STATE_DICT):
         expected = whole(wrapped.state_dict())
-        if use_orig_params:
-            # Not full_optim_state_dict: with use_orig_params torch 2.13 returns exp_avg_sq under the name exp_avg.
-            full = _gathered_pieces(wrapped, optimizer, expected, world // replicas)
-        else:
-            full = FSDP.full_optim_state_dict(wrapped, optimizer, rank0_only=False)["state"]
     with FSDP.state_dict_type(wrapped, StateDictType.SHARDED_STATE_DICT):
         save_rank(out, model=wrapped.state_dict(), optim=optimizer.state_dict())
-    return {"model": expected, "moments": {name: state["exp_avg"].clone() for name, state in full.items()}}
+    for parameter, state in optimizer.state.items():  # so that the model's state is the moments, whole
+        parameter.data.copy_(state["exp_avg"])
+    with FSDP.state_dict_type(wrapped, StateDictType.FULL_STATE_DICT):
+        averages = whole(wrapped.state_dict())
+    return {"model": expected, "moments": {name: averages[name] for name, _ in net().named_parameters()}}
 
 
 def write_fsdp1_local(out: str, use_orig_params: bool, with_optimizer: bool, frozen: bool = False) -> dict[str, Any]:

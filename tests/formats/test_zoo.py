@@ -8,10 +8,9 @@ import pytest
 
 from ckptkit.catalog.entry import Role
 from ckptkit.errors import CkptkitError, IncompleteCheckpointError, UnsafePathError, UnsafePickleError
-from ckptkit.formats.detect import identify, open_source
+from ckptkit.formats.detect import open_source
 from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.pickles.objects import read_object
-from ckptkit.storage import open_store
 from tests.formats.readback import contents, contents_of_file
 from tests.lazy import modules_after
 
@@ -63,25 +62,6 @@ def test_the_error_for_a_broken_or_hostile_checkpoint_names_file_and_fault(name,
     with pytest.raises(error, match=text):
         open_source(url_of(CASES[name]))
     assert not list(tmp_path.iterdir())  # no code ran
-
-
-FORMATS = {
-    "lightrft_naive_optim_w2": "lightrft", "lightning_real_mp_w2": "lightning", "torchsave_legacy_nonzip": "torch",
-    "verl_old_torch23_dtensor_emulated_w2": "verl", "megatron_torch_dist_emulated": "megatron",
-    **dict.fromkeys(("dcp_appstate_w2", "dcp_no_collectives_w2"), "dcp"),
-    **dict.fromkeys(("torch_checkpointing_w1", "torch_checkpointing_w2"), "rank-files"),
-    **dict.fromkeys(("accelerate_fsdp2_sharded_llama_tied_w2", "accelerate_fsdp2_nodcp_llama_untied_w2",
-                     "hf_trainer_fsdp2_sharded_w2"), "accelerate"),
-    **dict.fromkeys(("transformers5_distributed_checkpoint_w2", "hf_ref_qwen3moe"), "safetensors"),
-    "olmo_core_w2": None,  # the DCP is in model_and_optim/
-    "deepspeed_zero2_bf16_w2": None,  # the directory of tags is not a checkpoint itself
-    "steps_dir_lightrft": "safetensors",  # EXPECTED.safetensors is next to the steps: opening prefers the steps
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", FORMATS)
-def test_the_format_is_detected(name):
-    assert identify(open_store(url_of(CASES[name]))) == FORMATS[name]
 
 
 @pytest.mark.parametrize("name", ["torch_checkpointing_w1", "torch_checkpointing_w2"])

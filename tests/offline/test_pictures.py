@@ -1,4 +1,4 @@
-"""The pages: in a real browser, without network, for any names and sizes, and printed."""
+"""The pages: in a real browser, without network, for any names and sizes."""
 
 import os
 import re
@@ -17,7 +17,7 @@ from ckptkit.catalog.entry import Role, SliceArray, TensorEntry, TensorSlice
 from ckptkit.formats.detect import open_source
 from ckptkit.offline.diff import DiffReport, diff
 from ckptkit.offline.listing import Listed
-from ckptkit.offline.pictures.heat_map import heat_maps, layer_of
+from ckptkit.offline.pictures.heat_map import heat_maps
 from ckptkit.offline.pictures.page import PAGE
 from ckptkit.offline.pictures.pages import write_diff_page, write_inspect_page
 from ckptkit.offline.pictures.reshard_map import flows
@@ -94,12 +94,6 @@ def test_no_rectangle_exceeds_its_picture_and_no_picture_a_page(page, name):
                 assert float(y) + float(thickness) / 2 <= height + 0.1
 
 
-def test_a_page_prints_on_paper(pages, tmp_path):
-    browse(pages["two"], tmp_path, f"--print-to-pdf={tmp_path}/page.pdf", "--no-pdf-header-footer")
-    pdf = (tmp_path / "page.pdf").read_bytes()
-    assert pdf.startswith(b"%PDF-") and len(pdf) > 20_000  # a blank page has 1 kB
-
-
 @pytest.mark.parametrize(
     ("name", "said"), [("two", "scalar tensors are hidden"), ("many", "The 300 largest of 2000 tensors are drawn.")]
 )
@@ -156,15 +150,6 @@ def test_step_counters_are_not_drawn_and_other_moments_open_with_a_click():
     differ = {"optimizer: exp_avg": 2, "master": 1, "other state": 1}
     assert headings == {"model": "", **{name: f"{n} of {n} tensors differ" for name, n in differ.items()}}
     assert "2 step counters are hidden" in panels[0].explanation
-
-
-@pytest.mark.parametrize(("name", "layer"), [
-    ("model.layers.3.mlp.w", (0, "model.layers.3")), ("lm_head.weight", (0, "lm_head.weight")),
-    ("optimizer: model.layers.3.mlp.w exp_avg", (1, "optimizer: exp_avg")),
-    ("optimizer: lm_head.weight step", (1, "optimizer: step")),
-    ("master: model.layers.3.mlp.w", (1, "master")), ("rng.0.torch", (2, "rng.0.torch"))])  # fmt: skip
-def test_layer_of_assigns_tensor_names_to_layers(name, layer):
-    assert layer_of(name) == layer
 
 
 def test_equal_small_and_infinite_changes_have_distinct_colours():
