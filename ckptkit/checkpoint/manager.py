@@ -579,7 +579,7 @@ class CheckpointManager:
         """
         self._last_saved = record.step
         self._loader.given_up.discard(record.name)
-        rotated: tuple[tuple[tuple[int, int], ...], int | None, int] = (), None, 0
+        rotated: tuple[tuple[tuple[int, int, str], ...], int | None, int] = (), None, 0
         if self._coordinator.is_main:
             with prepared.clock.phase("rotate"):
                 rotated = self._rotate(record)
@@ -610,11 +610,11 @@ class CheckpointManager:
                 _log.exception("on_commit failed; the checkpoint of step %d is committed", report.step)
         return report
 
-    def _rotate(self, record: CommitRecord) -> tuple[tuple[tuple[int, int], ...], int | None, int]:
+    def _rotate(self, record: CommitRecord) -> tuple[tuple[tuple[int, int, str], ...], int | None, int]:
         """Delete old checkpoints. Never raises, because the save is already committed.
 
-        Returns (step, bytes) for each deleted checkpoint, the number of remaining checkpoints, and how many of them
-        stay only because they are exempt.
+        Returns (step, bytes, reason) for each deleted checkpoint, the number of remaining checkpoints, and how many of
+        them stay only because they are exempt.
         """
         try:
             seen = self._saver.seen
@@ -622,9 +622,12 @@ class CheckpointManager:
                 return (), len((seen or list_checkpoints(self._root)).committed), 0
             resumed_from = self._loader.resumed.get(self._root.url)
             protected = {resumed_from: "the run was resumed from it"} if resumed_from else {}
-            done = rotate(self._root, self.retention, protected=protected, among=self.rotates, seen=seen)
+            done = rotate(
+                self._root, self.retention, protected=protected, among=self.rotates, seen=seen, level=logging.DEBUG
+            )
             self._hold.remember(done.left, among=self.rotates)
-            gone = tuple((item.step, item.nbytes) for item in done.decisions if item.name in done.deleted)
+            names = frozenset(done.deleted)
+            gone = tuple((item.step, item.nbytes, item.reason) for item in done.decisions if item.name in names)
             older = done.decisions[: -self.retention.max_num] if self.retention.max_num is not None else ()
             return gone, len(done.decisions) - len(done.deleted), sum(item.keep for item in older)
         except Exception as error:  # noqa: BLE001  the other ranks have continued, and would wait for rank 0

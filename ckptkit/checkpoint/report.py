@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import logging
 import threading
@@ -153,7 +154,7 @@ class SaveReport(TimedReport):
         rank_bytes: Bytes that this rank wrote.
         stall_seconds: How long training was blocked on this rank.
         seconds: Time from the call to the commit.
-        deleted: (step, bytes) of each checkpoint that rotation deleted.
+        deleted: (step, bytes, reason) of each checkpoint that rotation deleted.
         kept: Number of checkpoints after rotation; None on ranks other than 0, or if rotation failed.
         limit: The policy's `max_num`; None without a limit. Because of exempt checkpoints, `kept` may be larger.
         exempt: Number of kept checkpoints that are older than the `limit` newest checkpoints. They are kept because
@@ -167,14 +168,14 @@ class SaveReport(TimedReport):
     rank_bytes: int
     stall_seconds: float
     seconds: float
-    deleted: tuple[tuple[int, int], ...] = ()
+    deleted: tuple[tuple[int, int, str], ...] = ()
     kept: int | None = None
     limit: int | None = None
     exempt: int = 0
     phases: tuple[Phase, ...] = field(default=(), repr=False)
 
     def line(self) -> str:
-        """Return a one-line summary: step, size, stall, rate, and what rotation did."""
+        """Return a one-line summary: step, size, stall, rate, and what rotation kept and deleted, and why."""
         rate = self.total_bytes / max(self.seconds, 1e-9)
         parts = [
             f"saved step {self.step}",
@@ -182,7 +183,10 @@ class SaveReport(TimedReport):
             f"stall {self.stall_seconds:.2f} s",
             f"{format_size(int(rate))}/s",
         ]
-        freed = [f"freed step {step} ({format_size(nbytes)})" for step, nbytes in self.deleted]
+        freed = []
+        for reason, group in itertools.groupby(self.deleted, lambda item: item[2]):
+            gone = [f"step {step} ({format_size(nbytes)})" for step, nbytes, _ in group]
+            freed.append(f"freed {first_few(gone)}: {reason}")
         kept, limit = self.kept, self.limit
         if kept is not None:
             text = f"keeping {kept}" if limit is None else f"keeping {kept}/{limit}"
@@ -191,7 +195,7 @@ class SaveReport(TimedReport):
                 also = f", {left} could not be deleted" if left > 0 else ""
                 text = f"keeping {kept} ({min(limit, kept - self.exempt)} newest, {self.exempt} exempt{also})"
             freed.insert(0, text)
-        return " · ".join([*parts, *([", ".join(freed)] if freed else [])])
+        return " · ".join([*parts, *freed])
 
     __str__ = line  # print(report) shows one line
 

@@ -67,6 +67,7 @@ def rotate(
     among: Callable[[CommitRecord], bool] | None = None,
     clean: bool = False,
     seen: Inventory | None = None,
+    level: int = logging.INFO,
 ) -> Rotation:
     """Delete the checkpoints that `policy` does not keep. Call on one rank, after the new checkpoint is committed.
 
@@ -78,6 +79,7 @@ def rotate(
         clean: True also removes the leftovers of dead saves.
         seen: The inventory that this job keeps while it holds the lease. If the policy keeps everything in it, the
             root is not listed again.
+        level: Level of the log lines about deletions. A save passes DEBUG, because its own line names them.
     """
     if seen is not None and not clean:
         records = [item.record for item in seen.committed if among is None or among(item.record)]
@@ -96,7 +98,7 @@ def rotate(
         if decision.keep:
             continue
         try:
-            if delete_checkpoint(root, decision.name, reason=decision.reason, kept=kept):
+            if delete_checkpoint(root, decision.name, reason=decision.reason, kept=kept, level=level):
                 deleted.append(decision.name)
         except (OSError, CkptkitError) as error:
             gone = isinstance(error, CheckpointNotFoundError) and list_checkpoints(root).find(decision.name) is None
@@ -122,7 +124,9 @@ def delete_any(root: Store, name: str, *, reason: str) -> bool:
 
 
 @patient()
-def delete_checkpoint(root: Store, name: str, *, reason: str, kept: list[str] | None = None) -> bool:
+def delete_checkpoint(
+    root: Store, name: str, *, reason: str, kept: list[str] | None = None, level: int = logging.INFO
+) -> bool:
     """Delete one committed checkpoint. Return True, or False if a user or a reader has pinned the checkpoint.
 
     If the deletion is killed halfway, the remaining files no longer form a checkpoint, and the next save or prune
@@ -137,7 +141,7 @@ def delete_checkpoint(root: Store, name: str, *, reason: str, kept: list[str] | 
         # Invariant: a reader that starts now sees the announced deletion and waits. Afterwards it finds all files or
         # none.
         if pins:
-            logger.info("kept %s/%s: %s", root.url, name, pins[0].reason)
+            logger.log(level, "kept %s/%s: %s", root.url, name, pins[0].reason)
             return False
         view = snapshot(root, name)
         found = root.info(name) if is_directory(root) else None
@@ -160,7 +164,7 @@ def delete_checkpoint(root: Store, name: str, *, reason: str, kept: list[str] | 
                 raise CheckpointNotFoundError(f"{root.url}/{name} was deleted by another process.")
             _refuse_another(root, trash, name, record)
             give_up(root, trash, name)
-    logger.info("deleted %s/%s (%s): %s", root.url, name, format_size(record.total_bytes), reason)
+    logger.log(level, "deleted %s/%s (%s): %s", root.url, name, format_size(record.total_bytes), reason)
     if unnamed:
         text = "kept files in %s/%s that its commit record does not name: %s"
         logger.warning(text, root.url, name, first_few(unnamed))
