@@ -7,7 +7,7 @@ The packages, from the lowest layer up (a package imports only from lower layers
 - `formats`: the readers and writers of each format. A reader returns a `Catalog`.
 - `checkpoint`: saving, keeping and loading the checkpoints of one run (`CheckpointManager`).
 - `fsdp`: the FSDP2 runtime of a training job. `offline`: convert, merge, reshard, copy, verify, diff, inspect, prune.
-- `integrations`, `cli`: other frameworks, and the command line.
+- `integrations`, `cli`: other frameworks, and the command line. `reports`: the classes of all reports.
 
 Public names are imported when they are first used, so `import ckptkit` does not import torch.
 """
@@ -30,7 +30,17 @@ _WHERE = {
     "PerRank": "ckptkit.checkpoint.state.train_state",
     "Shard": "ckptkit.checkpoint.state.layout",
     "RetentionPolicy": "ckptkit.checkpoint.retention",
+    "LoadOptions": "ckptkit.checkpoint.load.options",
+    "SaveHandle": "ckptkit.checkpoint.save.background",
+    "DeferredOptimizer": "ckptkit.checkpoint.report",
+    "CommitRecord": "ckptkit.formats.own.record",
+    "FileRecord": "ckptkit.formats.own.record",
     "open_checkpoint": "ckptkit.checkpoint.mapping",
+    "Checkpoint": "ckptkit.checkpoint.mapping",
+    "TensorView": "ckptkit.checkpoint.mapping",
+    "CatalogInfo": "ckptkit.catalog.entry",
+    "MeshInfo": "ckptkit.catalog.entry",
+    "ReadOptions": "ckptkit.formats.options",
     "DCPWriter": "ckptkit.formats.dcp.torch_api",
     "DCPReader": "ckptkit.formats.dcp.torch_api",
     "DCPSavePlanner": "ckptkit.formats.dcp.planners",
@@ -53,7 +63,17 @@ __all__ = [
     "PerRank",
     "Shard",
     "RetentionPolicy",
+    "LoadOptions",
+    "SaveHandle",
+    "DeferredOptimizer",
+    "CommitRecord",
+    "FileRecord",
     "open_checkpoint",
+    "Checkpoint",
+    "TensorView",
+    "CatalogInfo",
+    "MeshInfo",
+    "ReadOptions",
     "DCPWriter",
     "DCPReader",
     "DCPSavePlanner",
@@ -69,13 +89,19 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from ckptkit.catalog.entry import CatalogInfo, MeshInfo
+    from ckptkit.checkpoint.load.options import LoadOptions
     from ckptkit.checkpoint.manager import CheckpointManager
-    from ckptkit.checkpoint.mapping import open_checkpoint
+    from ckptkit.checkpoint.mapping import Checkpoint, TensorView, open_checkpoint
+    from ckptkit.checkpoint.report import DeferredOptimizer
     from ckptkit.checkpoint.retention import RetentionPolicy
+    from ckptkit.checkpoint.save.background import SaveHandle
     from ckptkit.checkpoint.state.layout import Shard
     from ckptkit.checkpoint.state.train_state import PerRank, StateDictType, TrainState
     from ckptkit.formats.dcp.planners import DCPLoadPlanner, DCPSavePlanner
     from ckptkit.formats.dcp.torch_api import DCPReader, DCPWriter
+    from ckptkit.formats.options import ReadOptions
+    from ckptkit.formats.own.record import CommitRecord, FileRecord
     from ckptkit.offline.convert import convert
     from ckptkit.offline.copy import copy
     from ckptkit.offline.diff import diff

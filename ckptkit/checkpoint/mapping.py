@@ -63,13 +63,12 @@ class Checkpoint(Mapping[str, Any]):
     Attributes:
         url: The opened checkpoint.
         note: Why this checkpoint was chosen, if the caller passed the URL of a run.
-        catalog: The tensors' dtypes, shapes, slices and roles, and the names of the objects.
     """
 
     def __init__(self, url: str, store: Store, catalog: Catalog, note: str = "") -> None:
         self.url = url
         self.note = note
-        self.catalog = catalog
+        self.catalog = catalog  # not public: dtypes, shapes, slices and roles, and the names of the objects
         self._store = store
 
     @property

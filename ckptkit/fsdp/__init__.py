@@ -10,7 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 _WHERE = {
     "FSDPConfig": "ckptkit.fsdp.config",
+    "ShardingStrategy": "ckptkit.fsdp.config",
+    "WrapPolicy": "ckptkit.fsdp.config",
+    "BackwardPrefetch": "ckptkit.fsdp.config",
     "FSDPStrategy": "ckptkit.fsdp.strategy",
+    "HFLoadReport": "ckptkit.fsdp.hf_load",
     "ParallelPlan": "ckptkit.fsdp.mesh",
     "TrainingMesh": "ckptkit.fsdp.mesh",
     "auto_shard_size": "ckptkit.fsdp.mesh",
@@ -32,7 +36,11 @@ _WHERE = {
 
 __all__ = [
     "FSDPConfig",
+    "ShardingStrategy",
+    "WrapPolicy",
+    "BackwardPrefetch",
     "FSDPStrategy",
+    "HFLoadReport",
     "ParallelPlan",
     "TrainingMesh",
     "auto_shard_size",
@@ -53,10 +61,11 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from ckptkit.fsdp.config import FSDPConfig
+    from ckptkit.fsdp.config import BackwardPrefetch, FSDPConfig, ShardingStrategy, WrapPolicy
     from ckptkit.fsdp.grad_scaler import DynamicGradScaler
     from ckptkit.fsdp.gradients import clip_grad_norm, grad_norm
     from ckptkit.fsdp.groups import NO_DECAY, param_groups
+    from ckptkit.fsdp.hf_load import HFLoadReport
     from ckptkit.fsdp.master_weights import MasterWeightOptimizer
     from ckptkit.fsdp.mesh import ParallelPlan, TrainingMesh, auto_shard_size, make_mesh
     from ckptkit.fsdp.offload import load_optimizer, offload_model, offload_optimizer, reload_model

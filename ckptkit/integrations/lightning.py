@@ -29,7 +29,6 @@ __all__ = [
     "fsdp2_strategy_parallelize",
     "CkptkitCheckpointIO",
     "ManagedCheckpoint",
-    "register_strategies",
 ]
 
 register_strategies()

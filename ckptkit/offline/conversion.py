@@ -41,7 +41,6 @@ class ConvertReport:
         src, dst: The URLs as given.
         opened: URL of the checkpoint to which `src` resolved.
         format, to: Formats of the source and of the result.
-        plan: The plan that was executed, or that a dry run would execute.
         tensors: Number of tensors.
         nbytes, nbytes_read: Number of bytes written and number of bytes read.
         checked: Number of source digests that were checked.
@@ -63,7 +62,7 @@ class ConvertReport:
     opened: str
     format: str
     to: str
-    plan: Plan = field(repr=False)
+    plan: Plan = field(repr=False)  # that was executed, or that a dry run would execute; not public
     tensors: int
     nbytes: int
     nbytes_read: int = 0

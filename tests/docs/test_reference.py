@@ -12,9 +12,11 @@ import pytest
 import ckptkit
 import ckptkit.fsdp
 import ckptkit.keymaps
+import ckptkit.reports
 from tests.docs.pages import ROOT, blocks
 
-PACKAGES = [ckptkit, ckptkit.fsdp, ckptkit.keymaps]
+PACKAGES = [ckptkit, ckptkit.fsdp, ckptkit.keymaps, ckptkit.reports]
+HIDDEN = re.findall(r'^ +- "!(.+)"$', (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
 WITHOUT_EXTRAS = ("ckptkit.integrations",)  # their frameworks may not be installed
 
 
@@ -75,6 +77,43 @@ def test_examples_and_pages_import_only_names_of_the_reference():
 def test_the_reference_contains_every_export_of_a_package(package):
     names = {f"{package.__name__}.{name}" for name in package.__all__ if not name.startswith("__")}
     assert names - documented().keys() == set()
+
+
+def classes_named_in(module: ModuleType) -> set[str]:
+    """Return the names of the package's classes that a module defines, or imports only for annotations."""
+    found = {name for name, item in vars(module).items() if inspect.isclass(item)}
+    found = {name for name in found if vars(module)[name].__module__.startswith("ckptkit.")}
+    for node in ast.walk(ast.parse(inspect.getsource(module))):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("ckptkit."):
+            source = importlib.import_module(node.module or "")
+            found |= {part.name for part in node.names if inspect.isclass(getattr(source, part.name))}
+    return found
+
+
+def annotations(item: Any) -> list[tuple[str, Any]]:
+    """Return the annotations that the reference shows of a class or function, each with the member's name."""
+    if not inspect.isclass(item):
+        return [("", text) for text in getattr(item, "__annotations__", {}).values()]
+    found = list(vars(item).get("__annotations__", {}).items())
+    for name, member in vars(item).items():
+        function = member.fget if isinstance(member, property) else getattr(member, "__func__", member)
+        if inspect.isfunction(function) and name != "__init__":
+            found += [(name, text) for text in function.__annotations__.values()]
+    return [(name, text) for name, text in found if not any(re.search(pattern, name) for pattern in HIDDEN)]
+
+
+def test_classes_that_users_pass_or_get_are_public():
+    public = {name.rpartition(".")[2]: name for name in documented()}
+    assert [name for name in directives() if ".integrations." not in name and name.count(".") > 1] == []
+    internal = []
+    for name, item in documented().items():
+        module = inspect.getmodule(item)
+        if module is None or name.startswith(WITHOUT_EXTRAS) or name == "ckptkit.keymaps.NameMap":
+            continue
+        classes = classes_named_in(module) - public.keys()
+        internal += [f"{name}.{part}: {text}" for part, text in annotations(item)
+                     if classes.intersection(re.findall(r"\w+", str(text)))]  # fmt: skip
+    assert internal == []
 
 
 def test_a_package_exports_only_names_of_the_reference():
