@@ -164,7 +164,7 @@ def read_torch_file(store: Store, path: str, options: ReadOptions = DEFAULTS) ->
             raise
         raise UnsafePickleError(
             f"{error} --allow-pickle reads the tensors and leaves out the values of unknown classes; it runs no code "
-            "either."
+            "either. It is an option of convert, reshard, copy, inspect and verify."
         ) from None
 
 

@@ -28,7 +28,7 @@ from ckptkit.checkpoint.retention import RetentionPolicy
 from ckptkit.checkpoint.run.coordinator import Coordinator
 from ckptkit.checkpoint.state.rng import share_stream
 from ckptkit.checkpoint.state.train_state import TrainState
-from ckptkit.errors import CheckpointNotFoundError, IncompleteCheckpointError, UsageError
+from ckptkit.errors import CheckpointMismatchError, CheckpointNotFoundError, IncompleteCheckpointError, UsageError
 from ckptkit.fsdp import meta, offload
 from ckptkit.fsdp.accumulation import StepCounter, Windows, accumulation_steps
 from ckptkit.fsdp.arguments import check_arguments, checked
@@ -664,7 +664,7 @@ class FSDPStrategy:
                 )
 
         optimizers = "restore" if load_optimizer_states else "skip"
-        with CheckpointManager(load_dir, start_fresh=start_fresh) as manager:
+        with CheckpointManager(load_dir, start_fresh=start_fresh) as manager, _own_options():
             manager.run_on_all(check, "loading")
             load = functools.partial(
                 manager.load, state, strict=load_module_strict, optimizer=optimizers, key_map=key_map
@@ -803,6 +803,19 @@ class FSDPStrategy:
         if key not in self._mesh:  # models with equal plans share a mesh, because every mesh creates process groups
             self._mesh[key] = make_mesh(plan, device_type)
         return self._mesh[key]
+
+
+@contextlib.contextmanager
+def _own_options() -> Iterator[None]:
+    """Add to errors that advise options of `CheckpointManager.load` the names of these options in `load_ckpt`."""
+    try:
+        yield
+    except (CheckpointMismatchError, UsageError) as error:
+        names = {"strict=False": "load_module_strict=False", "optimizer='skip'": "load_optimizer_states=False"}
+        own = [f"{there} is {here}" for there, here in names.items() if there in str(error).replace('"', "'")]
+        if not own:
+            raise
+        raise type(error)(f"{error}\nIn load_ckpt, {' and '.join(own)}.") from error
 
 
 def _fsdp_root(model: nn.Module) -> nn.Module:

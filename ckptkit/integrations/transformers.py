@@ -245,11 +245,14 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers
                 self.loaded = self._managed().load(TrainState(model=trainer.model, rng=False))
             elif trainer.args.save_only_model:
                 raise CheckpointMismatchError(
-                    f"{error} Checkpoints saved with save_only_model=True have no optimizer, so training cannot "
+                    f"{error}\nCheckpoints saved with save_only_model=True have no optimizer, so training cannot "
                     "continue from them. To train anew, pass another url to CheckpointCallback."
                 ) from error
             else:
-                raise
+                raise CheckpointMismatchError(
+                    f"{error}\nA Trainer has no options for this: train with the saved model, optimizer and "
+                    "scheduler, or pass another url to CheckpointCallback to start a new run."
+                ) from error
         if trainer.state.global_step < trainer.state.max_steps:
             self._warn_of_other_samples()
         self._random = capture_rng()

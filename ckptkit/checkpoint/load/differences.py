@@ -96,10 +96,12 @@ class Mismatches:
         if lines:
             advice = ["convert_dtype=True casts"] if self.dtypes else []
             if self.missing or self.unexpected:
-                text = "include=[...] names what to load" if call == MANAGER else ""
-                if text and any(section.startswith("optimizer") for section in {**self.missing, **self.unexpected}):
-                    text += ', optimizer="skip" skips the optimizer'
-                texts = ["strict=False loads what matches"] * strict + [text] * bool(text)
+                found = {**self.missing, **self.unexpected}
+                texts = ["strict=False loads what matches"] * strict
+                if call == MANAGER and any(section.startswith("model") for section in found):
+                    texts.append("include=[...] names what to load")  # of the models; the rest is always loaded
+                if call == MANAGER and any(section.startswith("optimizer") for section in found):
+                    texts.append('optimizer="skip" skips the optimizer')
                 advice[:0] = [", ".join(texts)] if texts else []
             raise CheckpointMismatchError(
                 f"{url} does not fit the training state; nothing was loaded.\n  "

@@ -319,11 +319,12 @@ class Saver:
         if before.step > saved.step:
             _log.warning(
                 "%s/%s was saved, but this job did not load %s, which was the latest checkpoint until now. The next "
-                "load continues from step %d. To continue a run, call manager.load(state) before the first save.",
+                "load continues from step %d. To continue the old run instead, load %s by its name.",
                 self.root.url,
                 saved.name,
                 before.name,
                 saved.step,
+                before.name,
             )
 
     def _check_ranked(self, request: SaveRequest, metric: str) -> None:

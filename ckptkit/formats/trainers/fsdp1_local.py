@@ -28,8 +28,9 @@ from ckptkit.storage import Store, open_store
 _SUFFIX = "_flat_param"
 _MAX_JSON_BYTES = 64 << 20
 _ADVICE = (
-    "FSDP1 LOCAL state has no parameter shapes on disk{and_names}. Give --layout FILE, a JSON of the units (unit -> "
-    "fqns and shapes, in the order of the unit's parameters) or of all parameters in module order (name -> shape); "
+    "FSDP1 LOCAL state has no parameter shapes on disk{and_names}. Give --layout FILE (to convert, reshard, inspect "
+    "or verify), a JSON of the units (unit -> fqns and shapes, in the order of the unit's parameters) or of all "
+    "parameters in module order (name -> shape); "
     "{or_optimizer}or save again with FULL or SHARDED state."
 )
 _OR_OPTIMIZER = "or keep accelerate's optimizer_0/ next to it, "
