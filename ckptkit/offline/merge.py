@@ -174,7 +174,8 @@ def _opened(urls: Sequence[str], open_one: Callable[[str], Source]) -> list[Sour
         with _named(url):
             source = open_one(url)
         if source.url in [other.url for other in opened]:
-            raise UsageError(f"{source.url} is given twice. Give it once, with the sum of its weights.")
+            other = ", with the sum of its weights" if len(urls) > 2 else " with another checkpoint"
+            raise UsageError(f"{source.url} is given twice. Give it once{other}.")
         opened.append(source)
     return opened
 

@@ -149,7 +149,7 @@ def plan_export(
             entries = [catalog.tensors[key] for t in tensors.values() for key in t.sources]
             several = several_models(entries)
             if several and not draft.options.chooses:
-                raise UsageError(several)
+                raise UsageError(f"{several} To export all, pass --include '*'.")
             draft.notes += [several] if several else []
             if not draft.options.strip_prefix and not draft.options.key_map:
                 draft.notes += _prefix_left(tensors, catalog)

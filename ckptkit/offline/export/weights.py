@@ -268,7 +268,7 @@ def several_models(entries: Collection[TensorEntry]) -> str:
     choice = f"--exclude '{first}.*'" if "" in models else f"--strip-prefix {first}"
     return (
         f"there are {len(models)} models, whose tensor names start with {listed}; transformers and vLLM load one. "
-        f"Choose one, for example with `{choice}`. To export all, pass --include '*'."
+        f"Choose one, for example with `{choice}`."
     )
 
 
