@@ -99,7 +99,7 @@ def export_options(function: F, *, weights: str = "--weights") -> F:
     help="fp8-block: store linear layers in FP8, with one scale per block of 128 x 128 weights (--to hf).",
 )
 @vocabulary_options
-@_model("--untie", is_flag=True, help="Keep a head that differs from the embedding, and correct the config.")
+@_model("--untie", is_flag=True, help="Keep a head that differs from the embedding although the config ties them.")
 @_model("--merge-adapter", is_flag=True, help="Merge LoRA adapters into the weights of SRC or --base.")
 @_model("--adapter-config", metavar="FILE", help="PEFT's adapter_config.json, if the checkpoint has none.")
 @allow_pickle("What")

@@ -22,7 +22,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 _resource, _safety, _model = grouped("Resources"), grouped("Safety"), grouped("Model")
 _OPTIONS = [
     _safety("--dry-run", is_flag=True, help="Print the plan; write nothing."),
-    _safety("--verify", is_flag=True, help="Read the result back and check that it is what the source gives."),
+    _safety("--verify", is_flag=True, help="Read the result back and compare it with the source."),
     _safety(
         "--no-check", "check", is_flag=True, flag_value=False, default=True, help="Do not check the source's digests."
     ),
@@ -46,8 +46,8 @@ def outcome_options(function: F) -> F:
 
 def vocabulary_options(function: F) -> F:
     """Add the options that resize the embedding and the output head."""
-    sized = "Trim or pad the rows of embedding and output head to N."
-    fill = "Values of the rows that --vocab-size adds: mean (of the old rows, summed in fp64; default) or zeros."
+    sized = "Trim or pad the embedding and the output head to N rows."
+    fill = "How to fill rows that --vocab-size adds: mean (the mean of the old rows, the default) or zeros."
     function = _model("--new-rows", type=OneOf(["mean", "zeros"]), metavar="WHICH", help=fill)(function)
     return _model("--vocab-size", type=Count(1), metavar="N", help=sized)(function)
 

@@ -158,7 +158,7 @@ class TorchtitanCheckpointer(_Base):  # type: ignore[misc,valid-type]  # torchti
         model_parts, optimizers = named["model_parts"], named["optimizers"]
         _check(config, named.get("ft_manager"))
         if not isinstance(model_parts, (list, tuple)) or not model_parts:
-            raise wrong("model_parts", model_parts, "a list with the model, or the stages of it")
+            raise wrong("model_parts", model_parts, "a list with the model or its pipeline stages")
         if not isinstance(named["states"], Mapping):
             raise wrong("states", named["states"], "a dict of objects by name")
         self.interval = _int(config, "interval", 500, least=1)

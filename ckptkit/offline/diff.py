@@ -538,8 +538,8 @@ def _roles(tensors: Mapping[str, TensorEntry], objects: Mapping[str, ObjectEntry
 def _lack(*sides: tuple[Mapping[str, TensorEntry], Mapping[str, ObjectEntry]]) -> str:
     """Return what one of the checkpoints lacks, in words, such as "B has only weights" or "B has no optimizer".
 
-    If both have only weights, this is said of B if B has no step, and otherwise of A. If neither has only weights, but
-    just one of them has an optimizer, the other is named. In all other cases, returns "".
+    If both have only weights, the result names B if B has no step, and otherwise A. If both have more than weights, but
+    only one has an optimizer, the result names the one without an optimizer. In all other cases, returns "".
     """
     alone = [_weights_alone(*side) for side in sides]
     if any(alone):  # if both have only weights, name the one without a step

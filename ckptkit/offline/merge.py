@@ -397,8 +397,9 @@ def _settle_heads(
 ) -> list[str]:
     """Give each source the same tied tensors as the last one, such as an output head. Returns notes.
 
-    If the last source has a head, a source whose config ties the head uses its embedding. If the last source's config
-    ties the head, another source's head is left out if it equals the source's embedding.
+    If a source lacks a head that the last source has, its embedding is used as the head, provided that its config ties
+    the two. If the last source has no head because its config ties the two, another source's head is left out if it
+    equals that source's embedding.
     """
     notes = []
     for source, part, terms in zip(opened, parts, named, strict=True):
@@ -411,7 +412,8 @@ def _settle_heads(
                 notes.append(f"{source.url} has no {head}: its config ties it to {kept}, which is used")
             elif head in terms and config_ties(parts[-1].config) and _are_equal(source, part, (head, kept)):
                 del terms[head]
-                notes.append(f"{head} of {source.url} is left out: it equals {kept}, to which the last config ties it")
+                why = f"it equals {kept}, and the last source's config ties the two"
+                notes.append(f"{head} of {source.url} is left out: {why}")
     return notes
 
 

@@ -132,7 +132,7 @@ class Body(io.BytesIO):
         return self._at
 
     def read(self, size: int | None = -1, /) -> bytes:
-        """Return the next bytes: at least _PIECE / 2 bytes, even if `size` is smaller, unless fewer are left."""
+        """Return the next bytes: at least _PIECE / 2 bytes (or all that are left), even if `size` is smaller."""
         wanted = self.nbytes if size is None or size < 0 else max(size, _PIECE)
         found = self._content.between(self._at, min(self.nbytes, self._at + wanted))
         if found and len(found[0]) >= _PIECE // 2:

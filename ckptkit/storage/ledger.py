@@ -53,7 +53,7 @@ class Finished:
 
 
 class Ledger:
-    """The finished objects of a directory, by path: of an interrupted attempt, and of this attempt. Thread-safe."""
+    """The objects of a directory that an interrupted attempt and this attempt finished, by path. Thread-safe."""
 
     def __init__(self, store: Store, earlier: Mapping[str, Finished] | None = None) -> None:
         self._store = store

@@ -416,8 +416,8 @@ _held_lock = threading.Lock()
 class HeldDirectory:
     """A locked directory. The lock ends with `release`, or when this object is garbage-collected.
 
-    If this process already holds a lock on it, which a failed save can leave behind, that lock is released first. On
-    file systems without locks, nothing is locked.
+    A failed save can leave a lock behind. If this process already holds a lock on the directory, that lock is released
+    first. On file systems without locks, nothing is locked.
     """
 
     def __init__(self, path: str) -> None:

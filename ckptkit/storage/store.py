@@ -142,7 +142,10 @@ class Store(Protocol):
         return {}
 
     def with_each_put(self, around: Callable[[Callable[[], str]], str]) -> Store:
-        """Return a store for the same files that calls `around(put)` for each try of a put. Only remote stores put."""
+        """Return a store for the same files that calls `around(put)` for each try of a put.
+
+        Has no effect on a file system, because only remote stores make puts.
+        """
         return self
 
     def unfinished_uploads(self, path: str = "", *, older_than_s: float = 0.0) -> Uploads:

@@ -165,9 +165,9 @@ def _optimizer(load: Planning, plan: OptimizerPlan, names: Mapping[int, str]) ->
 def _other_settings(optimizer: Any, groups: Sequence[Mapping[str, JSON]]) -> str:
     """Describe why saved settings are those of another class of optimizer. Returns "" if they may be of this class.
 
-    They are those of another class if each of the two has numbers that the other lacks: SGD has a momentum, and Adam
-    has betas. If only one of the two has additional numbers, or if only switches (True or False) differ, they may be
-    those of another version or implementation of this class.
+    The classes differ if the saved settings lack numbers that the live ones have, and the live settings lack numbers
+    that the saved ones have. For example, SGD has a momentum, and Adam has betas. If only one side has more numbers, or
+    if only switches (True or False) differ, another version or implementation of the class may have saved them.
     """
     defaults = getattr(getattr(optimizer, "base", optimizer), "defaults", {})
     saved = {name: value for group in groups for name, value in group.items()}

@@ -58,7 +58,10 @@ class RunHold:
         return shared.lease
 
     def remember(self, left: Collection[str], *, among: Callable[[CommitRecord], bool] | None = None) -> None:
-        """Remove checkpoints from the lease's list if they satisfy `among` (None: all do) and are not in `left`."""
+        """Update the lease's list after a rotation that left the checkpoints `left`.
+
+        The rotation was among the checkpoints for which `among` returns True (None: all). The others stay in the list.
+        """
         lease = self._taken.lease if self._taken is not None else None
         if lease is not None and lease.inventory is not None:
             known = lease.inventory.committed

@@ -55,7 +55,7 @@ class Committed:
     """A committed checkpoint.
 
     Attributes:
-        path: The checkpoint's directory. Differs from its name only if a save that replaced a checkpoint was killed.
+        path: The directory. It is the checkpoint's name, unless a save that replaced a checkpoint was killed.
         superseded: Whether the run was rolled back to a lower step and saved again after this checkpoint.
     """
 

@@ -59,7 +59,7 @@ class RoleTable:
         known = {wrapper for wrapper in named if set(wrapper) & _MODEL_KEYS}
         if any(_ACTORS.intersection(wrapper) for wrapper in known):
             known |= {wrapper for wrapper in named if wrapper[-1] == _CRITIC}
-        # The wrappers that begin with a known key. ("ema", "module") does not.
+        # The wrappers that begin with a known key. For example, ("ema", "module") does not.
         outer = {wrapper for wrapper in known if wrapper[0] in _MODEL_KEYS or wrapper[0] == _CRITIC}
         for some in (known, outer, set[Path]()):
             known = some

@@ -272,8 +272,8 @@ def check_saves(
         counted = f"the optimizer has counted {str(steps[0]).removesuffix('.0')} steps, but {models.file} says {taken}"
     if wrong and (other or len(wrong) < len(chosen)):
         raise CorruptCheckpointError(
-            f"{wrong[0]} are from different saves: the fp32 weights of the former, rounded, are not the weights in the "
-            f"latter{'; ' * other}{counted}."
+            f"{wrong[0]} are from different saves: the fp32 weights in the first file, rounded, do not equal the "
+            f"weights in the second{'; ' * other}{counted}."
         )
     if wrong:
         return [f"{wrong[0]} have different weights: are they from one save? The job may have changed the weights."]

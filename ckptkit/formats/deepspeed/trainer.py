@@ -44,7 +44,8 @@ def open_catalog(store: Store, *, options: ReadOptions = DEFAULTS) -> Catalog:
     """Read DeepSpeed's files, and the other files at the store's root.
 
     If the Trainer also wrote the weights as safetensors, these are the model's weights, and DeepSpeed's fp32 weights
-    are only the master weights. Unreadable files of DeepSpeed are then no error; a note says why they were not read.
+    are only the master weights. In this case, unreadable DeepSpeed files raise no error, and a note says why they were
+    not read.
     """
     listing = store.list()
     directories = _of_models(item.path for item in listing if item.kind == "directory")

@@ -168,7 +168,7 @@ def _of_all_ranks(
     model: RankModel,
     options: ReadOptions,
 ) -> Catalog:
-    """Return the joined model and optimizer, and the values that all ranks saved alike, such as a scheduler's."""
+    """Return the joined model and optimizer, and the values that are equal on all ranks, such as a scheduler's."""
     first, names = saved[0], of_model.ordered
     optimizer, key, read = OptimizerState(), _optimizer_key(first.rest), {*names}
     if key is not None and all(isinstance(one.rest.get(key), dict) for one in saved):
@@ -204,7 +204,7 @@ def _of_optimizer(groups: Sequence[RankFiles], of_model: RankFiles) -> RankFiles
 
 
 def _values(saved: Sequence[_Saved], names: Sequence[str], optimizer: Any) -> tuple[dict[str, ObjectEntry], list[str]]:
-    """Return the values beside the model that all ranks saved alike, and the names of rank 0's other values.
+    """Return the values outside the model that are equal on all ranks, and the names of rank 0's other values.
 
     Args:
         names: The file of each rank.

@@ -354,8 +354,8 @@ def check_room(plan: Plan, destination: Store, *, held: int = 0) -> None:
 def share_out(plan: Plan, world_size: int) -> list[int]:
     """Return the rank that writes each file.
 
-    Assigns the largest files first. Each file goes to the rank that has the fewest bytes so far. Rank 0 gets the files
-    that are published last, because rank 0 publishes the result. Shards (.safetensors) are an exception.
+    Assigns the largest files first. Each file goes to the rank that has the fewest bytes so far. Rank 0 publishes
+    the result, so it also writes the files that are published last, except shards (.safetensors).
     """
     late = set(plan.last)
     owners = [0] * len(plan.files)

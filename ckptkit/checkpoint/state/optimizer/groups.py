@@ -46,9 +46,9 @@ def group_changes(
     Parameters are matched by name, so groups may have been reordered, split or merged since the save. If the parameters
     of one live group come from saved groups with different settings, this is a conflict.
 
-    A live group without parameters gets the settings of the saved group at the same position, if this rank has none of
-    its parameters (they may be on other pipeline stages). Otherwise, it gets the settings of the first saved group
-    without parameters that no other live group gets.
+    A live group without parameters gets the settings of the saved group at the same position, if this rank has no
+    parameter of that saved group (they may be on other pipeline stages). Otherwise, it gets the settings of the first
+    saved group that has no parameters and whose settings no other live group gets.
     """
     live_names = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
     saved_of = {fqn: i for i, group in enumerate(saved) for fqn in group["params"]}
