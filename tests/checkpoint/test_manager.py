@@ -17,7 +17,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from ckptkit import CheckpointManager, RetentionPolicy, TrainState, open_checkpoint
 from ckptkit.checkpoint import manager as manager_module
-from ckptkit.errors import CheckpointExistsError, CheckpointNotFoundError, UsageError
+from ckptkit.errors import CheckpointExistsError, UsageError
 from tests.checkpoint import jobs
 from tests.checkpoint.saving import leftovers, steps
 from tests.checkpoint.states import linear, load, refusal, save, value_of
@@ -126,22 +126,6 @@ def test_a_save_and_a_load_log_a_line_with_what_was_skipped(tmp_path, caplog):
 
 
 # --- what is kept
-
-
-def test_the_checkpoint_that_a_run_was_resumed_from_is_never_deleted(tmp_path):
-    save(tmp_path, linear())
-    with CheckpointManager(tmp_path, retention=NEWEST) as manager:
-        manager.load(linear())
-        for step in (2, 3):
-            manager.save(step, linear())
-        assert steps(tmp_path) == [1, 3]
-        with pytest.raises(UsageError, match="resumed from"):
-            manager.delete(1)
-        manager.save(4, linear())
-        with pytest.raises(CheckpointNotFoundError):
-            manager.delete(3)
-    save(tmp_path, linear(), 5, retention=NEWEST)  # another manager of the same job
-    assert steps(tmp_path) == [1, 5]
 
 
 def test_keep_best_without_metrics_is_refused_at_the_first_save(tmp_path):

@@ -86,15 +86,6 @@ def factors(grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return flat @ flat.T, flat.T @ flat
 
 
-class LocalShampoo(Written):
-    """Factors of this rank's shard. On two ranks those of `square` have the shape of its shard."""
-
-    def update(self, p: Any, grad: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
-        for name, new in zip(("left", "right"), factors(local(grad)), strict=True):
-            state.setdefault(name, torch.zeros_like(new).T).add_(new)  # column-major
-        local(p).sub_(state["left"] @ local(grad), alpha=group["lr"])
-
-
 class WholeShampoo(Written):
     """Factors of the whole gradient, equal on all ranks; the moment is a DTensor."""
 
@@ -112,7 +103,10 @@ class WholeShampoo(Written):
 
 
 class Soap(Written):
-    """Plain moments, lists of factors and bases (None for a dimension without one), and nested dicts."""
+    """Plain moments, lists of factors and bases (None for a dimension without one), and nested dicts.
+
+    On two ranks, a factor and the basis of `square` have the shape of its shard.
+    """
 
     def update(self, p: Any, grad: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
         mine = local(grad)
@@ -274,7 +268,6 @@ MAKERS: dict[str, Callable[[list[nn.Parameter]], Any]] = {
     "local moments": LocalMoments,
     "factored moments": Factored,
     "Shampoo": WholeShampoo,
-    "Shampoo of each rank": LocalShampoo,
     "SOAP of each rank": Soap,
     "ZeRO": Owning,
     "Lion": of_library("lion_pytorch", "Lion"),
@@ -330,7 +323,6 @@ SHARDED: dict[str, Refused] = {
     **{name: {} for name in ("AdamW", "SGD", "Adagrad", "RMSprop", "NAdam", "ASGD", "Muon", "masters of AdamW")},
     "local moments": {},
     "Shampoo": {1: "up.weight.left"},
-    "Shampoo of each rank": {1: "up.weight.left", 2: "down.weight.left", 3: "down.weight.left"},
     "SOAP of each rank": {1: "up.weight.GG", 2: "down.weight.exp_avg", 3: "down.weight.exp_avg"},
     **LIBRARIES,
 }
@@ -339,7 +331,7 @@ SHARDED: dict[str, Refused] = {
 REPLICATED: dict[str, Refused] = {
     **{name: {} for name in ("Adafactor", "AdamW", "Muon", "Rprop", "Adafactor of transformers")},  # the first by day
     **{name: {} for name in ("AdamW8bit of bitsandbytes", "LAMB8bit of bitsandbytes", "masters of AdamW")},
-    **{name: {} for name in ("Shampoo of each rank", "SOAP of each rank")},
+    "SOAP of each rank": {},
     "ZeRO": {2: "up.weight, ", 3: "up.weight, "},
     **{name: {} for name in LIBRARIES},
     **{name: {} for name in ("SOAP", "SPlus", "Shampoo of pytorch_optimizer")},
@@ -499,12 +491,7 @@ def exact_weights(name: str, url: str) -> dict[str, torch.Tensor]:
     """Save; return the fp32 weights as flashoptim computes them."""
     state = made(name, 0, True, range(3))
     save(url, state)
-    found = {}
-    for key, value in state.optimizer.get_fp32_model_state_dict(state.model).items():
-        parts: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(parts, local(value))
-        found[key] = torch.cat(parts)
-    return found
+    return {key: whole(value) for key, value in state.optimizer.get_fp32_model_state_dict(state.model).items()}
 
 
 def same_weights(found: dict[str, torch.Tensor], exact: dict[str, torch.Tensor], dtype: torch.dtype) -> bool:

@@ -178,26 +178,6 @@ def test_a_file_that_appears_during_the_deletion_of_its_directory_survives(run, 
     assert (step / "notes.txt").exists() and leftovers(run) == []
 
 
-def _killed_at_the_end(root: str, remove: Callable[[str], Any]) -> None:
-    """Remove a checkpoint, and die when only the foreign files are left, in a hidden directory."""
-    for module in (delete, attempt):
-        module.give_up = die
-    remove(root)
-
-
-def _killed_while_moving(root: str) -> None:
-    LocalStore.move = die
-    _overwrite_1(root)
-
-
-def _killed_before_the_mark(root: str) -> None:
-    """Delete a checkpoint whose directory another program makes again, and die when its files have been moved back."""
-    patch, mark = pytest.MonkeyPatch(), "step_00000001/.ckptkit-deleted.json"
-    after(patch, delete, "drop", lambda trash, store, name: os.mkdir(f"{root}/{name}"))
-    before(patch, LocalStore, "rename", lambda store, source, target: target == mark and die())
-    _delete_1(root)
-
-
 def _delete_1(root: str) -> None:
     delete_checkpoint(open_store(root), "step_00000001", reason="test")
 
@@ -217,11 +197,11 @@ def _fail_to_clean_up(run: Path) -> None:
         clean_leftovers(open_store(str(run)))
 
 
-KILLS: dict[str, Callable[[str], Any]] = {
-    "deletion": lambda root: _killed_at_the_end(root, _delete_1),
-    "overwrite": lambda root: _killed_at_the_end(root, _overwrite_1),
-    "overwrite that moves": _killed_while_moving,
-    "deletion before the mark": _killed_before_the_mark,
+AT_THE_END = [(delete, "give_up"), (attempt, "give_up")]  # only the foreign files are left, in a hidden directory
+KILLS: dict[str, tuple[Callable[[str], Any], list[tuple[Any, str]]]] = {  # a removal, and the calls at which it dies
+    "deletion": (_delete_1, AT_THE_END),
+    "overwrite": (_overwrite_1, AT_THE_END),
+    "overwrite that moves": (_overwrite_1, [(LocalStore, "move")]),
 }
 THEN: dict[str, Callable[[Path], Any]] = {
     "saved again": lambda run: save(run, 1, overwrite=True),
@@ -230,14 +210,12 @@ THEN: dict[str, Callable[[Path], Any]] = {
 }
 
 
-# Where foreign files are back in their place, commands refuse to write.
-AFTER = [(kill, then) for kill in KILLS for then in THEN if (kill, then) != ("deletion before the mark", "written to")]
-
-
-@pytest.mark.parametrize(("kill", "then"), AFTER)
+@pytest.mark.parametrize("then", THEN)
+@pytest.mark.parametrize("kill", KILLS)
 def test_a_killed_removal_loses_no_foreign_file_whatever_happens_next(run, kill, then):
     step, files = run / "step_00000001", theirs(run / "step_00000001")
-    fork(lambda say: KILLS[kill](str(run)))
+    remove, places = KILLS[kill]
+    fork(lambda say: ([setattr(*place, die) for place in places], remove(str(run))))
     assert leftovers(run) != []
     THEN[then](run)
     clean_leftovers(open_store(str(run)))

@@ -19,7 +19,15 @@ from ckptkit.checkpoint.load import choose
 from ckptkit.checkpoint.run import inventory
 from ckptkit.checkpoint.run.delete import rotate
 from ckptkit.checkpoint.run.pins import deleting, pin_while_reading
-from ckptkit.errors import CheckpointExistsError, CorruptCheckpointError, LeaseHeldError, SaveError, StorageError
+from ckptkit.errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    LeaseHeldError,
+    SaveError,
+    StorageError,
+    UsageError,
+)
 from ckptkit.storage import lock as lease_module
 from ckptkit.storage import open_store
 from ckptkit.storage.local import LocalStore
@@ -31,7 +39,8 @@ from tests.patches import before, refuse
 from tests.ranks import run_script
 
 SECOND = """
-import sys, torch
+import logging, sys, torch
+logging.basicConfig(stream=sys.stdout, format="%(message)s")
 from ckptkit.checkpoint.manager import CheckpointManager
 from ckptkit.checkpoint.state.train_state import TrainState
 from ckptkit.errors import LeaseHeldError
@@ -50,66 +59,16 @@ def second_job(root: Path) -> str:
     return run_script(SECOND, str(root))[1]
 
 
-# --- what the constructor can see
-
-
-WARNED = """
-import logging, sys
-logging.basicConfig(stream=sys.stdout, format="%(message)s", force=True)
-from ckptkit.checkpoint.manager import CheckpointManager
-CheckpointManager(sys.argv[1]).close()
-"""
-
-
-def test_a_second_job_is_warned_before_it_saves(tmp_path):
-    with CheckpointManager(tmp_path) as manager:
-        assert run_script(WARNED, str(tmp_path))[1] == ""
-        manager.save(1, linear())
-        assert run_script(WARNED, str(tmp_path))[1].startswith(f"{tmp_path} is being written by process {os.getpid()}")
-    assert run_script(WARNED, str(tmp_path))[1] == ""
-
-
-def warnings_of(caplog, root: Path) -> list[str]:
-    caplog.clear()
-    CheckpointManager(root).close()
-    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-
-
-def test_a_job_is_warned_of_a_directory_that_is_not_writable(as_a_user, caplog):
-    root = save_steps(as_a_user / "run", 1)
-    assert warnings_of(caplog, root) == []
-    for place in (root / ".ckptkit", root):
-        place.chmod(0o555)
-        (said,) = warnings_of(caplog, root)
-        assert said.startswith(f"{root} is not writable")
-        with CheckpointManager(root) as manager:
-            assert manager.load(linear()).step == 1
-            with pytest.raises(StorageError, match=f"{root} is not writable") as caught:
-                manager.save(2, linear())
-        assert ".part" not in str(caught.value)
-        with pytest.raises(PermissionError, match="is not writable"):
-            check_writable(LocalStore(place))
-        place.chmod(0o755)
-
-
-def test_a_job_is_warned_of_a_state_directory_that_is_a_link_and_may_still_load(tmp_path, caplog):
-    root = save_steps(tmp_path / "run", 1)
-    (root / ".ckptkit").rename(tmp_path / "elsewhere")
-    (root / ".ckptkit").symlink_to(tmp_path / "elsewhere")
-    (said,) = warnings_of(caplog, root)
-    assert f"{root}/.ckptkit leads through a symbolic link" in said and "Loads work" in said
-    assert load(root, linear()).step == 1
-
-
 # --- the lease
 
 
 def test_a_second_job_is_refused_with_the_owner_named_and_may_still_read(tmp_path):
     with CheckpointManager(tmp_path) as manager:
         manager.save(1, linear())
-        said = second_job(tmp_path)
-        assert "loaded 1\nrefused" in said
-        assert f"is being written by process {os.getpid()} on" in said
+        warned, loaded, refused = second_job(tmp_path).splitlines()[:3]
+        assert loaded == "loaded 1" and refused.startswith("refused")
+        owner = f"{tmp_path} is being written by process {os.getpid()} on"
+        assert warned.startswith(owner) and owner in refused
         manager.save(2, linear())
     assert steps(tmp_path) == [1, 2]
 
@@ -167,6 +126,41 @@ def test_a_save_that_waits_for_its_turn_too_long_is_refused(tmp_path):
     assert steps(tmp_path) == [1, 2]
 
 
+# --- what the constructor can see
+
+
+def warnings_of(caplog, root: Path) -> list[str]:
+    caplog.clear()
+    CheckpointManager(root).close()
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_a_job_is_warned_of_a_directory_that_is_not_writable(as_a_user, caplog):
+    root = save_steps(as_a_user / "run", 1)
+    assert warnings_of(caplog, root) == []
+    for place in (root / ".ckptkit", root):
+        place.chmod(0o555)
+        (said,) = warnings_of(caplog, root)
+        assert said.startswith(f"{root} is not writable")
+        with CheckpointManager(root) as manager:
+            assert manager.load(linear()).step == 1
+            with pytest.raises(StorageError, match=f"{root} is not writable") as caught:
+                manager.save(2, linear())
+        assert ".part" not in str(caught.value)
+        with pytest.raises(PermissionError, match="is not writable"):
+            check_writable(LocalStore(place))
+        place.chmod(0o755)
+
+
+def test_a_job_is_warned_of_a_state_directory_that_is_a_link_and_may_still_load(tmp_path, caplog):
+    root = save_steps(tmp_path / "run", 1)
+    (root / ".ckptkit").rename(tmp_path / "elsewhere")
+    (root / ".ckptkit").symlink_to(tmp_path / "elsewhere")
+    (said,) = warnings_of(caplog, root)
+    assert f"{root}/.ckptkit leads through a symbolic link" in said and "Loads work" in said
+    assert load(root, linear()).step == 1
+
+
 # --- a root that goes away
 
 
@@ -212,12 +206,18 @@ def test_a_root_that_disappears_during_a_save_is_an_error_and_nothing_is_written
 
 def test_prune_keeps_the_checkpoint_that_a_running_job_was_resumed_from(tmp_path):
     root = open_store(str(save_steps(tmp_path, 1, 2, 3)))
-    with CheckpointManager(tmp_path) as manager:
+    with CheckpointManager(tmp_path, retention=RetentionPolicy(max_num=1)) as manager:
         manager.load(linear(), 2)
         assert rotate(root, RetentionPolicy(max_num=1)).deleted == ("step_00000001",)
+        with pytest.raises(UsageError, match="resumed from"):
+            manager.delete(2)
         manager.load(linear(), 3)  # the pin moves on
         assert rotate(root, RetentionPolicy(max_num=1)).deleted == ("step_00000002",)
-        manager.save(4, linear())
+        for step in (4, 5):
+            manager.save(step, linear())
+        assert steps(tmp_path) == [3, 5]
+        with pytest.raises(CheckpointNotFoundError):
+            manager.delete(4)
     assert rotate(root, RetentionPolicy(max_num=1)).deleted == ("step_00000003",)  # the job is finished
     assert list((tmp_path / ".ckptkit" / "pins").iterdir()) == []
 

@@ -1,26 +1,22 @@
 """A reader's pin protects what it reads; a dead reader's pin expires; a user's pin stays."""
 
 import contextlib
-import itertools
 import json
 import os
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ckptkit import RetentionPolicy
 from ckptkit.checkpoint.run import pins
-from ckptkit.checkpoint.run.delete import delete_checkpoint, rotate
-from ckptkit.checkpoint.run.inventory import resolve
+from ckptkit.checkpoint.run.delete import delete_checkpoint
 from ckptkit.checkpoint.run.pins import deleting, list_pins, pin_forever, pin_while_reading, split_checkpoint_url
 from ckptkit.errors import CheckpointNotFoundError, UsageError
 from ckptkit.storage import Store, open_store
 from ckptkit.storage.owner import this_process
-from tests.checkpoint.saving import check, content, fork, save
+from tests.checkpoint.saving import fork, save
 from tests.patches import failing
 
 DEAD = {"host": "h", "pid": 1, "started": "never", "machine": this_process().machine}
@@ -143,23 +139,3 @@ def test_a_checkpoint_url_is_split_into_run_and_name(url, root, name):
     for other in ("", "/", "s3://bucket", "s3://bucket/.."):
         with pytest.raises(UsageError):
             split_checkpoint_url(other)
-
-
-def test_reading_the_latest_never_fails_while_another_saves_with_max_num_1(tmp_path, root):
-    def read() -> bool:
-        item = resolve(root)
-        # It may have been deleted between the listing and the pin.
-        with contextlib.suppress(CheckpointNotFoundError), pin_while_reading(root, item.name):
-            time.sleep(0.002)
-            assert root.read(f"{item.name}/shards/__0_0.distcp") == content(item.step, 0)
-            return True
-        return False
-
-    with ThreadPoolExecutor(1) as pool:
-        reading, steps = pool.submit(lambda: [read() for _ in range(80)]), itertools.count(2)
-        while not reading.done():
-            save(tmp_path, next(steps))
-            rotate(root, RetentionPolicy(max_num=1))
-    assert sum(reading.result()) >= 40
-    rotate(root, RetentionPolicy(max_num=1))  # the last rotation may have met the last pin
-    assert len(check(tmp_path)) == 1

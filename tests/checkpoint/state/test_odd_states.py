@@ -14,7 +14,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from ckptkit import TrainState
-from ckptkit.checkpoint.state.optimizer.tree import united
 from tests.checkpoint.states import KINDS, bits, check_refused, load_all, optimized, save
 from tests.ranks import on_ranks
 
@@ -190,19 +189,17 @@ def test_a_partial_sum_is_refused_by_name(tmp_path, kind):
     check_refused(tmp_path, state, r"optimizer\.state\.weight\.sum", state_dict_type=kind)
 
 
-def tree_of(fqn: str, **parts: Any) -> dict[str, Any]:
-    return {"param_groups": [{"lr": 0.1, "params": [fqn]}], "values": {fqn: {}}, "shared": {}, **parts}
+@on_ranks(2)
+def test_states_of_pipeline_stages_come_back_with_their_types(tmp_path, kind):
+    def made(name: str) -> TrainState:
+        state = optimized(nn.ModuleDict({f"stage{dist.get_rank()}": nn.Linear(20, 20), "tied": nn.Linear(2, 2)}))
+        for parameter in state.model.parameters() if name else ():
+            if parameter.shape == (20, 20):
+                state.optimizer.state[parameter] = KEPT[name]()
+        return state
 
-
-def test_the_descriptions_of_states_of_all_pipeline_stages_are_united():
-    trees = [
-        tree_of("a", held={"a.x": "plain"}, own={"layouts": [1], "states": ["a.x"]}),
-        tree_of("b", held={"b.x": "shard"}, own={"layouts": [1], "states": ["b.x"]}, kinds={"b": {"x": 1}}),
-        tree_of("c", orders={"c.x": [1, 0]}, containers={"c": {"$ordered": []}}, kinds={"b": {"y": 2}}),
-    ]
-    found = united(trees)
-    assert found["param_groups"] == [{"lr": 0.1, "params": ["a", "b", "c"]}]
-    assert found["held"] == {"a.x": "plain", "b.x": "shard"}
-    assert found["own"] == {"layouts": [1], "states": ["a.x", "b.x"]}
-    assert found["kinds"] == {"b": {"x": 1, "y": 2}}
-    assert (found["orders"], found["containers"]) == ({"c.x": [1, 0]}, {"c": {"$ordered": []}})
+    torch.manual_seed(0)
+    for name in KEPT:
+        source, live = made(name), made("")
+        load_all(save(tmp_path / name, source, state_dict_type=kind), live)
+        assert in_order(live) == in_order(source), name
