@@ -255,20 +255,6 @@ def test_if_the_number_of_ranks_changes_their_random_numbers_are_reseeded_kept_o
     assert all("rng: 1 incompatible" in text for text in refused)
 
 
-@pytest.mark.parametrize("kind", ["sharded", "full"])
-@on_ranks(2, 3)
-def test_an_averaged_copy_of_sharded_weights_is_restored_sharded(tmp_path, kind):
-    def averaged(start: int) -> TrainState:
-        model = jobs.make("1d", start=start).model
-        return TrainState(model=model, extra={"average": {k: v.detach() * 0.5 for k, v in model.state_dict().items()}})
-
-    source, live = averaged(0), averaged(3)
-    if dist.get_world_size() == 2:
-        states.save(tmp_path, source, state_dict_type=kind)
-    states.load(tmp_path, live, rng_on_resize="keep")
-    assert different(*(states.bits(state.extra["average"]) for state in (live, source))) == []
-
-
 def narrow(seed: int) -> TrainState:
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(6, 1), nn.Linear(1, 7))
