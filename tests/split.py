@@ -23,7 +23,6 @@ NIGHT: dict[str, int] = {
     "tests/checkpoint/test_object_store.py::test_a_kill_at_any_request_loses_nothing_and_leaves_nothing": 0,
     "tests/offline/test_kill_commands.py": 10,
     "tests/offline/test_kill_commands.py::test_a_prune_killed_at_any_file_operation_is_finished_by_the_next": 0,
-    "tests/offline/test_resume_kills.py": 0,
     "tests/offline/copying/test_resume.py": 4,
     "tests/offline/copying/test_resume.py::test_a_killed_command_continues_and_gives_the_same_tensors": 2,
     "tests/offline/test_copy.py::test_a_copy_killed_at_any_file_operation_leaves_a_valid_run_and_continues": 0,

@@ -258,13 +258,6 @@ def test_the_error_for_what_cannot_be_opened_says_what_was_found(tmp_path, what)
     assert files is not None or "Expected" not in str(caught.value)
 
 
-def test_a_file_given_by_name_is_refused_with_advice_or_opened_even_without_weights(tmp_path):
-    lay(tmp_path, {"m.nemo": b"\x1f\x8b\x08" + bytes(600), "optimizer.pt": OPTIMIZER})
-    with pytest.raises(UnsupportedFormatError, match=r"m\.nemo is a tar archive of NeMo.*tar -xf"):
-        open_source(str(tmp_path / "m.nemo"))
-    assert open_source(str(tmp_path / "optimizer.pt")).catalog.tensors
-
-
 def test_a_format_is_detected_by_its_own_files(tmp_path):
     lay(tmp_path, {"own/checkpoint.json": "{}", "x": DCP, "x/metadata.json": '{"author": "me"}'})
     assert identify(open_store(str(tmp_path / "own"))) == "ckptkit"

@@ -206,6 +206,7 @@ REFUSED: list[tuple[str, bytes, type[CkptkitError], str]] = [
     ("model.weights.h5", b"\x89HDF\r\n\x1a\n" + bytes(600), UNSUPPORTED, " is an HDF5 file, as Keras writes"),
     ("sac.zip", zipped({"data": "{}", "policy.pth": "PK"}), UNSUPPORTED,  # of stable-baselines3
      r" is an archive of several .*: policy\.pth\. Unpack it"),
+    ("m.nemo", b"\x1f\x8b\x08" + bytes(600), UNSUPPORTED, " is a tar archive of NeMo.*tar -xf"),
     ("old.pt", tarfile.TarInfo("sys_info").tobuf() + bytes(1024), UNSUPPORTED,  # of torch 0.1
      " is a tar archive.*save it again"),
     ("checkpoint-2.pth.tar", b"", CorruptCheckpointError, " is empty"),  # and not called an archive

@@ -72,12 +72,6 @@ def test_what_differs_between_the_ranks_beside_their_random_states_is_kept(tmp_p
     assert found.objects["extra_state_1"] == {"data": {"at": 1}}
 
 
-def test_random_states_of_torch_in_an_unknown_form_are_named(tmp_path):
-    unknown = {"rng_state_0": 1234, "rng_state_1": [torch.get_rng_state()], "rng_state_2": torch.zeros(4)}
-    found = parts_of({k: {"python": random.getstate(), "torch": cpu} for k, cpu in unknown.items()}, tmp_path)
-    assert found.random == {} and found.unknown_random == list(unknown)
-
-
 @pytest.mark.parametrize("count", [1, 2])
 def test_the_random_states_of_several_gpus_are_named_because_it_is_unknown_which_is_the_ranks(count, tmp_path):
     """accelerate saves the states of all GPUs that a rank can see."""

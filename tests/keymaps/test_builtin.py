@@ -156,34 +156,28 @@ def test_torchtitan_qwen3_experts_become_one_tensor_each(suffix):
     assert list(mapped.dropped) == ["layers.0.moe.tokens_per_expert"]
 
 
-@pytest.mark.parametrize(
-    ("name", "memory", "hub"),
-    [
-        ("vlm-llava", "model.language_model.layers.0.w", "language_model.model.layers.0.w"),
-        ("vlm-llava", "lm_head.weight", "language_model.lm_head.weight"),
-        ("vlm-llava", "model.vision_tower.w", "vision_tower.w"),
-        ("vlm-vision-model", "vision_tower.encoder.w", "vision_tower.vision_model.encoder.w"),
-        ("vlm-qwen2", "model.language_model.norm.weight", "model.norm.weight"),
-        ("vlm-qwen2", "model.visual.blocks.0.w", "visual.blocks.0.w"),
-        ("vlm-qwen2", "lm_head.weight", "lm_head.weight"),
-    ],
-)
+@pytest.mark.parametrize(("name", "memory", "hub"), [
+    ("vlm-llava", "model.language_model.layers.0.w", "language_model.model.layers.0.w"),
+    ("vlm-llava", "lm_head.weight", "language_model.lm_head.weight"),
+    ("vlm-llava", "model.vision_tower.w", "vision_tower.w"),
+    ("vlm-vision-model", "vision_tower.encoder.w", "vision_tower.vision_model.encoder.w"),
+    ("vlm-qwen2", "model.language_model.norm.weight", "model.norm.weight"),
+    ("vlm-qwen2", "model.visual.blocks.0.w", "visual.blocks.0.w"),
+    ("vlm-qwen2", "lm_head.weight", "lm_head.weight"),
+])  # fmt: skip
 def test_vlm_prefixes_are_mapped_in_both_directions(name, memory, hub):
     assert list(builtin_map(name).apply(targets_of({memory: np.ones(1)})).targets) == [hub]
     assert list(builtin_map(f"inverse:{name}").apply(targets_of({hub: np.ones(1)})).targets) == [memory]
 
 
-@pytest.mark.parametrize(
-    ("model_type", "memory", "hub"),
-    [
-        ("gemma3", "model.language_model.norm.weight", "language_model.model.norm.weight"),
-        ("qwen2_5_vl", "model.language_model.norm.weight", "model.norm.weight"),
-        ("qwen3_vl", "model.language_model.norm.weight", "model.language_model.norm.weight"),
-        ("llava", "language_model.norm.weight", "language_model.norm.weight"),
-        ("gpt_neox", "lm_head.weight", "embed_out.weight"),
-        ("gpt2", "lm_head.weight", "lm_head.weight"),
-    ],
-)
+@pytest.mark.parametrize(("model_type", "memory", "hub"), [
+    ("gemma3", "model.language_model.norm.weight", "language_model.model.norm.weight"),
+    ("qwen2_5_vl", "model.language_model.norm.weight", "model.norm.weight"),
+    ("qwen3_vl", "model.language_model.norm.weight", "model.language_model.norm.weight"),
+    ("llava", "language_model.norm.weight", "language_model.norm.weight"),
+    ("gpt_neox", "lm_head.weight", "embed_out.weight"),
+    ("gpt2", "lm_head.weight", "lm_head.weight"),
+])  # fmt: skip
 def test_the_model_type_is_enough_to_choose_the_prefixes_of_the_hub(model_type, memory, hub):
     chosen = choose_map(targets_of({memory: np.ones(1)}), config={"model_type": model_type})
     assert list(chosen.mapped.targets) == [hub]

@@ -69,32 +69,26 @@ def test_sizes_of_null_mean_equal_parts_in_a_split_and_its_inverse():
     assert null == equal and null.inverse() == equal.inverse()
 
 
-@pytest.mark.parametrize(
-    ("rule", "said"),
-    [
-        ({"op": "rename", "from": "a"}, "'to' must be text, not missing"),
-        ({"op": "rename", "to": "a"}, "give either 'from' (a template) or 'match' (a regex)"),
-        ({"op": "rename", "from": "a", "match": "a", "to": "b"}, "give either 'from'"),
-        ({"op": "rename", "from": "a", "to": "b", "dim": 0}, "unknown key 'dim'"),
-        ({"op": "rename", "from": "a.{", "to": "b"}, "has a brace"),
-        ({"op": "rename", "from": "a", "to": "{x}"}, "uses {x}, which a does not bind"),
-        ({"op": "split", "from": "a", "to": ["b"]}, "'to' must be a list of two names"),
-        ({"op": "split", "from": "a", "to": ["b", "c"], "sizes": [1]}, "expected 2 'sizes', one per name"),
-        ({"op": "split", "from": "a", "to": ["b", "c"], "dim": "0"}, "'dim' must be an integer, not str '0'"),
-        ({"op": "concat", "match": "a", "to": "b"}, "unknown key 'match'"),
-        ({"op": "transpose", "from": "a", "dims": [1.5]}, "'dims' must be a list of integers"),
-        ({"op": "rope_permute", "from": "a"}, "'heads' must be a number or a key"),
-        (
-            {"op": "rope_permute", "from": "a", "heads": 2, "to": "half"},
-            "'to' must be 'halves' (transformers)",
-        ),
-        ({"op": "unstack", "from": "a", "to": "b"}, "must contain {i}"),
-        ({"op": "cast", "from": "a", "dtype": "int8"}, "'dtype' must be a float dtype such as"),
-        ({"op": "cast", "from": "a", "dtype": "b16"}, "'dtype' must be a float dtype such as"),
-        ({"op": "run"}, "op = 'run' is not one of"),
-        ("rename", "a rule is a table, not str"),
-    ],
-)
+@pytest.mark.parametrize(("rule", "said"), [
+    ({"op": "rename", "from": "a"}, "'to' must be text, not missing"),
+    ({"op": "rename", "to": "a"}, "give either 'from' (a template) or 'match' (a regex)"),
+    ({"op": "rename", "from": "a", "match": "a", "to": "b"}, "give either 'from'"),
+    ({"op": "rename", "from": "a", "to": "b", "dim": 0}, "unknown key 'dim'"),
+    ({"op": "rename", "from": "a.{", "to": "b"}, "has a brace"),
+    ({"op": "rename", "from": "a", "to": "{x}"}, "uses {x}, which a does not bind"),
+    ({"op": "split", "from": "a", "to": ["b"]}, "'to' must be a list of two names"),
+    ({"op": "split", "from": "a", "to": ["b", "c"], "sizes": [1]}, "expected 2 'sizes', one per name"),
+    ({"op": "split", "from": "a", "to": ["b", "c"], "dim": "0"}, "'dim' must be an integer, not str '0'"),
+    ({"op": "concat", "match": "a", "to": "b"}, "unknown key 'match'"),
+    ({"op": "transpose", "from": "a", "dims": [1.5]}, "'dims' must be a list of integers"),
+    ({"op": "rope_permute", "from": "a"}, "'heads' must be a number or a key"),
+    ({"op": "rope_permute", "from": "a", "heads": 2, "to": "half"}, "'to' must be 'halves' (transformers)"),
+    ({"op": "unstack", "from": "a", "to": "b"}, "must contain {i}"),
+    ({"op": "cast", "from": "a", "dtype": "int8"}, "'dtype' must be a float dtype such as"),
+    ({"op": "cast", "from": "a", "dtype": "b16"}, "'dtype' must be a float dtype such as"),
+    ({"op": "run"}, "op = 'run' is not one of"),
+    ("rename", "a rule is a table, not str"),
+])  # fmt: skip
 def test_each_error_in_a_file_names_the_rule_and_the_key(rule, said):
     with pytest.raises(UsageError) as caught:
         parse({"op": "drop", "from": "z"}, rule)

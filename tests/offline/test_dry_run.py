@@ -1,7 +1,6 @@
 """A dry run refuses what the real run would refuse, and writes nothing."""
 
 import os
-import re
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from ckptkit.storage.publish import open_staging
 from ckptkit.storage.staging import new_nonce
 from tests.checkpoint.saving import save
 from tests.cli.commands import ran
-from tests.offline.folders import largest, names, refused
+from tests.offline.folders import largest, names
 
 RUNS: dict[str, tuple[Any, dict[str, Any]]] = {
     "hf": (convert, {"to": "hf"}), "torch": (convert, {"to": "torch"}), "dcp": (convert, {"to": "dcp"}),
@@ -74,16 +73,6 @@ def test_both_runs_name_an_unwritable_directory(source, tmp_path, monkeypatch, n
         run(str(source), str(tmp_path / out), **options)
     assert found.faults == (str(caught.value),) and f"{tmp_path} is not writable" in str(caught.value)
     assert names(tmp_path) == ["in"]
-
-
-def test_a_dry_run_names_a_missing_file_of_a_committed_checkpoint_once(source, tmp_path):
-    committed = tmp_path / "step_00000001"
-    reshard(str(source), str(committed), world_size=2)
-    data = largest(committed)
-    data.unlink()
-    (fault,) = convert(str(committed), str(tmp_path / "out"), dry_run=True).faults
-    assert data.name in fault
-    refused(CkptkitError, f"^{re.escape(fault)}", convert, committed, tmp_path / "out")
 
 
 def test_a_dry_prune_of_an_unwritable_run_reports_it(tmp_path, monkeypatch):

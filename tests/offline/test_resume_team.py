@@ -1,6 +1,9 @@
 """A job of several ranks that was killed or lost a rank is continued by any number of ranks."""
 
+import contextlib
 import os
+import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +15,9 @@ from ckptkit.errors import RankFailedError
 from ckptkit.offline.copying import runs
 from ckptkit.storage import owner
 from ckptkit.storage.local import LocalStore
+from tests.checkpoint.crash import kill_at
 from tests.offline.folders import names
-from tests.offline.resuming import COLUMNS, STEP, assert_whole, dying_after, went_on
+from tests.offline.resuming import COLUMNS, STEP, assert_whole, content, dying_after, went_on
 from tests.ranks import RankError, run_ranks
 
 pytestmark = pytest.mark.usefixtures("short_steps")
@@ -58,6 +62,29 @@ def test_a_reshard_continues_after_killed_ranks(source, tmp_path):
     run_again(2, source, tmp_path / "out", options)
     assert verify(str(tmp_path / "out")).ok
     assert_whole(source, tmp_path, "manifest.safetensors", command=reshard, **options)
+
+
+def _killed_at(src: str, dst: str, kills: dict[int, int]) -> int:
+    """Run a conversion in which some ranks are killed at their nth file operation; return this rank's operations."""
+    operations = kill_at(kills.get(int(os.environ["RANK"]), 0))
+    coordinator._BOARD_S = 0.5
+    run(src, dst, MANY)
+    return operations()
+
+
+@pytest.mark.parametrize(("first", "second", "seeds"), [(1, 1, range(8)), (3, 2, range(2)), (1, 3, range(2))])
+def test_ranks_killed_at_any_file_operation_are_continued_by_any_number(source, tmp_path, first, second, seeds):
+    out, whole = tmp_path / "out", tmp_path / "whole"
+    most = min(run_ranks(_killed_at, first, str(source), str(whole), {}))
+    for rng in map(random.Random, seeds):
+        victims = rng.choice([range(first), [rng.randrange(first)]])
+        with contextlib.suppress(RankError):
+            run_ranks(_killed_at, first, str(source), str(out), {rank: rng.randrange(10, most) for rank in victims})
+        there = out.exists()
+        assert not there or content(out) == content(whole)
+        run_ranks(run, second, str(source), str(out), {**MANY, "overwrite": there})
+        assert content(out) == content(whole) and names(tmp_path) == ["in", "out", "whole"]
+        shutil.rmtree(out)
 
 
 @pytest.mark.parametrize("victim", [0, 2])

@@ -286,12 +286,7 @@ def test_a_quantization_group_that_names_a_module_is_preferred(tmp_path):
 
 QUANTIZED: dict[str, tuple[dict[str, torch.Tensor], dict[str, Any]]] = {
     "fp8": ({"a.weight": codes(256, 256), "a.weight_scale_inv": torch.ones(2, 2)}, BLOCKS),
-    "fp8 of a tensor": ({"a.weight": codes(8, 32), "a.weight_scale": torch.ones(1) / 3}, COMPRESSED),
     "fp8 of rows": ({"a.weight": codes(8, 32), "a.weight_scale": torch.arange(8.0)[:, None]}, COMPRESSED),
-    "int8": (
-        {"a.weight": codes(8, 32).view(torch.int8), "a.weight_scale": torch.arange(8.0)[:, None].bfloat16()},
-        by_groups(num_bits=8, strategy="channel"),
-    ),
     "mxfp4": (mxfp4("experts.down_proj"), MXFP4),
     "int4": (INT4, by_groups(**OF_INT4)),
     "nvfp4": (nvfp4(), by_groups(**FP4_WEIGHTS)),
