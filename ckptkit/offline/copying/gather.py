@@ -45,7 +45,9 @@ class Gatherer:
     small: int = _TILE
     big: int = 0
     _computing: threading.Lock = field(default_factory=threading.Lock)
-    _kept: OrderedDict[Target, Bytes] = field(default_factory=OrderedDict)  # small inputs, which every tile needs
+    _keeping: threading.Lock = field(default_factory=threading.Lock)
+    # Small inputs that every tile needs, by `id` (a hash of a `Target` takes as long as its formula), oldest first.
+    _kept: OrderedDict[int, tuple[Target, Bytes]] = field(default_factory=OrderedDict)
 
     def __post_init__(self) -> None:
         self.big = max(self.small, self.big)
@@ -100,9 +102,9 @@ class Gatherer:
     def rows_at_once(self, tensor: ComputedTensor, most: int) -> int:
         """Return how many rows of a computed tensor to compute at once, so that memory stays limited.
 
-        If each element is computed independently, all workers compute at the same time, and one computation takes at
-        most `big` bytes. If not, one computation runs at a time, and takes at most half of `max_bytes` (at most 16 MB
-        if it has more than `_BLOCK` rows). The result and the first input also take at most `most` bytes each.
+        A computation takes at most `big` bytes, so that all workers can compute at the same time. A formula that is not
+        element-wise takes at most 16 MB. But if even `_BLOCK` rows of it take more, it takes up to half of `max_bytes`.
+        The result and the first input also take at most `most` bytes each.
         """
         rows = tensor.shape[0] if tensor.shape else 1
         if tensor.cut is None:
@@ -110,7 +112,7 @@ class Gatherer:
         step, half = rows, self.max_bytes // 2
         while step > 1:
             part = tensor.cut(0, step)
-            limit = self.big if tensor.by_element else min(half, _MOST) if step > _BLOCK else half
+            limit = self.big if tensor.by_element else min(self.big, _MOST) if step > _BLOCK else half
             if _taken(part) <= limit and max(_nbytes(part), _nbytes(part.read[0])) <= most:
                 break
             step = max(_BLOCK, (step + 1) // 2) if step > _BLOCK else (step + 1) // 2
@@ -131,7 +133,7 @@ class Gatherer:
                 f"tensor {tensor.name!r} ({tensor.label}) needs {format_size(_taken(tensor))} at once, but "
                 f"the memory limit is {format_size(self.max_bytes)}. Pass a larger --max-memory."
             )
-        alone = not tensor.by_element or _taken(tensor) > self.big  # several at once could exceed the memory limit
+        alone = _taken(tensor) > self.big  # several at once could exceed the memory limit
         with self._computing if alone else contextlib.nullcontext():
             if box.numel == tensor.numel:
                 return self._values(tensor, out)
@@ -153,20 +155,26 @@ class Gatherer:
                 infinite += self._values(target, data)
                 found.append(data)
                 continue
-            # Element-wise tensors are computed in several threads at once, which must not share the dictionary.
-            kept = None if tensor.by_element else self._kept.get(target)
-            if kept is not None:  # a small input that was read before; its infinite elements are already counted
-                self._kept.move_to_end(target)
-                found.append(kept.copy())
-                continue
-            data = np.empty(_nbytes(target), np.uint8)
-            infinite += self.make_box(target, Box.whole(target.shape), data)
+            data, more = self._input(target, keep=not tensor.by_element and bool(found))
+            infinite += more
             found.append(data)
-            if not tensor.by_element and len(data) <= self.max_bytes // 32:
-                self._kept[target] = data.copy()
-                while sum(map(len, self._kept.values())) > self.max_bytes // 8:
-                    self._kept.popitem(last=False)
         return infinite + tensor.compute(found, out)
+
+    def _input(self, target: Target, *, keep: bool) -> tuple[Bytes, int]:
+        """Return a whole tensor's bytes, and how many elements became infinite in a cast, which is counted only once.
+
+        With `keep`, a small tensor is kept for the next call, and a copy is returned.
+        """
+        with self._keeping if keep else contextlib.nullcontext():
+            if keep and id(target) in self._kept:
+                return self._kept[id(target)][1].copy(), 0
+            data = np.empty(_nbytes(target), np.uint8)
+            infinite = self.make_box(target, Box.whole(target.shape), data)
+            if keep and len(data) <= self.max_bytes // 32:
+                self._kept[id(target)] = target, data.copy()
+                while sum(len(kept) for _, kept in self._kept.values()) > self.max_bytes // 8:
+                    self._kept.popitem(last=False)
+        return data, infinite
 
 
 def _nbytes(tensor: OutputTensor) -> int:
