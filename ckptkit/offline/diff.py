@@ -22,7 +22,7 @@ from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.catalog.entry import ObjectEntry, Role, TensorEntry
 from ckptkit.checkpoint.state.values import references
 from ckptkit.digests import proves_equality
-from ckptkit.errors import CkptkitError, IncompleteCheckpointError, UsageError, command_line
+from ckptkit.errors import CheckpointMismatchError, CkptkitError, IncompleteCheckpointError, UsageError, command_line
 from ckptkit.formats.dcp.class_records import recipes_of
 from ckptkit.formats.dcp.subclasses import SEPARATOR, SUBCLASSES, Recipe, describe, outer_name, same_recipe
 from ckptkit.formats.detect import Source
@@ -30,6 +30,7 @@ from ckptkit.formats.models import tied_entries
 from ckptkit.formats.pickles.objects import Inert, TensorValue, read_object
 from ckptkit.formats.sources import EntryMap, Origins, SourceReader
 from ckptkit.gc_pause import collector_paused
+from ckptkit.keymaps.wrappers import strip_infixes
 from ckptkit.offline.export.base import beside_source
 from ckptkit.offline.export.tied import config_ties, tied_pairs
 from ckptkit.offline.reading import open_pinned, reads_checkpoints, records_of
@@ -209,10 +210,10 @@ def diff(
 ) -> DiffReport:
     """Compare the checkpoints at `a` and `b`, tensor by tensor and value by value. Formats and shardings may differ.
 
-    Weights are matched by FQN, optimizer states by parameter and state name, and all other entries by key. If one
-    checkpoint contains only weights, only weights are compared, and `left_out` lists the other entries. If both
-    checkpoints record digests of a tensor, the digests are compared. Otherwise, the tensor is read and compared piece
-    by piece.
+    Weights are matched by FQN (with or without the parts that wrappers such as DDP add), optimizer states by parameter
+    and state name, and all other entries by key. If one checkpoint contains only weights, only weights are compared,
+    and `left_out` lists the other entries. If both checkpoints record digests of a tensor, the digests are compared.
+    Otherwise, the tensor is read and compared piece by piece.
 
     Args:
         include: Globs of the names to compare. Empty means all names.
@@ -228,7 +229,7 @@ def diff(
     """
     names = NameFilter(globs("include", include), globs("exclude", exclude))
     urls = (location("a", a), location("b", b))
-    sides = [_Side.open(url, max_memory, storage_options) for url in urls]
+    sides = _unwrapped([_Side.open(url, max_memory, storage_options) for url in urls])
     try:
         return _compare(sides[0], sides[1], names, progress)
     finally:
@@ -350,18 +351,35 @@ def _pieces(entry: TensorEntry) -> Sequence[tuple[str, int, int]] | None:
     return records if records and at == shape[0] else None
 
 
-def _named(entries: Iterable[TensorEntry]) -> dict[str, TensorEntry]:
+def _named(entries: Iterable[TensorEntry], short: Mapping[str, str] = {}) -> dict[str, TensorEntry]:
+    """Return the tensors by the name under which they are compared. `short` maps FQNs to FQNs without wrappers."""
     found: dict[str, TensorEntry] = {}
     for entry in entries:
-        name = entry.name
+        name, fqn = entry.name, short.get(entry.fqn, entry.fqn)
         if entry.role is Role.MODEL:
-            name = entry.fqn
+            name = fqn
         elif entry.role is Role.MASTER:
-            name = f"master: {entry.fqn}"
-        elif entry.role is Role.OPTIMIZER and entry.fqn:
-            name = f"optimizer: {entry.fqn} {entry.state}"
+            name = f"master: {fqn}"
+        elif entry.role is Role.OPTIMIZER and fqn:
+            name = f"optimizer: {fqn} {entry.state}"
         found[name if name not in found else entry.name] = entry
     return found
+
+
+def _unwrapped(sides: Sequence[_Side]) -> Sequence[_Side]:
+    """Name the tensors of both sides without the parts that wrappers add, if then more weights have the same names."""
+    weights = [{e.fqn for e in side.tensors.values() if e.role is Role.MODEL} for side in sides]
+    if weights[0] <= weights[1] or weights[1] <= weights[0]:
+        return sides
+    try:
+        short = [strip_infixes(names) for names in weights]
+    except CheckpointMismatchError:  # two names would become equal
+        return sides
+    if len({*short[0].values()} & {*short[1].values()}) <= len(weights[0] & weights[1]):
+        return sides
+    return [
+        replace(side, tensors=_named(side.tensors.values(), names)) for side, names in zip(sides, short, strict=True)
+    ]
 
 
 def _compare(a: _Side, b: _Side, wanted: NameFilter, progress: Progress | None) -> DiffReport:

@@ -86,6 +86,14 @@ def test_names_shapes_and_dtypes_are_listed(tmp_path):
     assert not report.equal
 
 
+@pytest.mark.parametrize("name", ["module.0.weight", "0._orig_mod.weight", "_forward_module.0.weight"])
+def test_names_are_compared_without_the_parts_of_wrappers(tmp_path, name):
+    bias, weight = torch.ones(2), torch.ones(3)
+    front = name.partition("0")[0]
+    assert compare(tmp_path, {name: weight, f"{front}bias": bias}, {"0.weight": weight, "bias": bias}).equal
+    assert compare(tmp_path, {name: weight, "bias": bias}, {name: weight, "more": bias}).only_b == ("more",)
+
+
 def test_a_layer_shows_its_largest_change_and_the_cosine_of_its_tensors_as_one_vector(tmp_path):
     torch.manual_seed(0)
     a = {f"layers.{i}.{name}": torch.randn(5, 3) for i in range(3) for name in ("q", "k")}
