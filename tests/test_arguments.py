@@ -124,6 +124,7 @@ CALLS: Mistakes = [
     (lambda: ckptkit.convert("in", "out", dtype=torch.int8), "an export casts to fp64, fp32, fp16 or bf16 only"),
     (lambda: ckptkit.convert("in", "out", to="dcp", world_size="4"), f"world_size is '4', {INTEGER} 1"),
     (lambda: ckptkit.convert("in", "out", workers=-1), f"workers is -1, {INTEGER} 0"),
+    (lambda: ckptkit.convert("in", "out", adapter_config="a.json"), "adapter_config is 'a.json', expected the dict in"),
     (lambda: ckptkit.convert("in", "out", verify="yes"), f"verify is 'yes', {FLAG}"),
     (lambda: ckptkit.reshard("in", "out", world_size=None), f"world_size is None, {INTEGER} 1"),
     (lambda: ckptkit.reshard("in", "out", world_size=4, mesh=4), "mesh is 4, expected sizes by name"),

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from ckptkit.arguments import Location, check_int, globs, location
+from ckptkit.arguments import Location, check_int, globs, location, wrong
 from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.catalog.dtypes import export_dtype
 from ckptkit.catalog.entry import Role
@@ -148,6 +148,8 @@ def convert(  # noqa: PLR0913 - one argument per option
     how = How(workers, memory, check, verify, dry_run, overwrite, there, here, progress)
     dtype = str(dtype)  # accepts torch.bfloat16
     export_dtype("float32", dtype)  # raises for an unknown dtype, before the source is opened
+    if adapter_config is not None and not isinstance(adapter_config, Mapping):
+        raise wrong("adapter_config", adapter_config, "the dict in PEFT's adapter_config.json")
     output = Output(dst, to, shard_bytes(max_shard_size), world_size, sha256, how)
     output.check(max_memory, max_shard_size)
     reading = ReadOptions(layout=layout, base=base, strip_prefix=strip_prefix, allow_pickle=allow_pickle)
