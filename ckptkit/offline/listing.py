@@ -12,7 +12,7 @@ from ckptkit.arguments import Location, location, wrong
 from ckptkit.checkpoint.retention import Decision, RetentionPolicy, warn_of_excess
 from ckptkit.checkpoint.run.address import resolve_url
 from ckptkit.checkpoint.run.delete import plan_rotation
-from ckptkit.checkpoint.run.inventory import Attempt, Committed, Inventory, check_metric, list_checkpoints
+from ckptkit.checkpoint.run.inventory import Attempt, Committed, Inventory, check_metric, list_checkpoints, runs_inside
 from ckptkit.checkpoint.run.unnamed import unnamed_files
 from ckptkit.errors import CheckpointNotFoundError, UsageError, command_line
 from ckptkit.formats.own.record import LATEST_HINT, RECORD_NAME, step_of_name
@@ -242,4 +242,6 @@ def nothing_of_ours(
         return f"{url} contains no usable checkpoint, only {first_few(found_here, 1)}. To see what is wrong: {see}"
     if not inventory.foreign:
         return f"{url} is empty: it contains no checkpoint."
+    if runs := runs_inside(root, inventory):
+        look = f"To list the run in it: {command_line('ls', url.rstrip('/') + '/' + runs[0])}"
     return f"{url} contains no ckptkit checkpoint. It contains {first_few(inventory.foreign)}. {look}"

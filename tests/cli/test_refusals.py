@@ -53,6 +53,7 @@ REFUSED: dict[str, tuple[int, str, str]] = {  # the rule: exit code, command lin
     "an export has to be made before a push": (1, "push {root} user/repo", "ckptkit convert {root} EXPORT"),
     "a step by number is no run": (1, "ls {root}/200", "ckptkit ls {root}"),
     "one checkpoint is no run": (1, "ls {root}/step_00000100", "one checkpoint"),
+    "the directory above a run is no run": (1, "ls {here}", "To list the run in it: ckptkit ls {root}\n"),
     "a file is no run": (1, "ls {root}/step_00000100/.metadata", "is a file"),
     "a link to nothing cannot be listed": (1, "ls dangling", "dangling is a symbolic link to nowhere, which does not"),
     "a link to nothing cannot be read": (1, "verify dangling", "dangling is a symbolic link to nowhere, which"),

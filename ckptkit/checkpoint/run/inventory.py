@@ -334,7 +334,7 @@ def about_new(root: Store, inventory: Inventory) -> str:
     left = [item.path for item in inventory.abandoned + inventory.in_progress]
     if left:
         text += f"; {left[0]} is left by an uncommitted save" + f", and {len(left) - 1} more" * (len(left) > 1)
-    runs = [name for name in inventory.foreign[:_MAX_LOOKS] if _is_run(root.child(name))]
+    runs = runs_inside(root, inventory)
     if runs:
         text += f". Did you mean one of the runs in it? {', '.join(runs[:_MAX_NAMED])}"
     elif is_directory(root) and not os.path.lexists(root.url):
@@ -344,6 +344,11 @@ def about_new(root: Store, inventory: Inventory) -> str:
             if near and _is_run(open_store(f"{parent}/{near[0]}")):
                 text += f". Did you mean {parent}/{near[0]}? It has checkpoints."
     return text
+
+
+def runs_inside(root: Store, inventory: Inventory) -> list[str]:
+    """Return the names of directories in `root` that seem to be runs."""
+    return [name for name in inventory.foreign[:_MAX_LOOKS] if _is_run(root.child(name))]
 
 
 def _is_run(store: Store) -> bool:
