@@ -491,7 +491,12 @@ def exact_weights(name: str, url: str) -> dict[str, torch.Tensor]:
     """Save; return the fp32 weights as flashoptim computes them."""
     state = made(name, 0, True, range(3))
     save(url, state)
-    return {key: whole(value) for key, value in state.optimizer.get_fp32_model_state_dict(state.model).items()}
+    found = {}
+    for key, value in state.optimizer.get_fp32_model_state_dict(state.model).items():
+        parts: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(parts, local(value))
+        found[key] = torch.cat(parts)
+    return found
 
 
 def same_weights(found: dict[str, torch.Tensor], exact: dict[str, torch.Tensor], dtype: torch.dtype) -> bool:
