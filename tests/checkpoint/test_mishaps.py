@@ -277,14 +277,3 @@ def test_the_file_called_latest_decides_nothing(tmp_path, kind):
     assert value_of(loaded) == 2.0
     assert os.listdir(tmp_path / "elsewhere") == []
     assert not (tmp_path / "nowhere").exists()
-
-
-def test_two_managers_of_one_process_keep_what_the_other_needs(tmp_path):
-    states.save(tmp_path, linear(1))
-    keep = RetentionPolicy(max_num=1)
-    with CheckpointManager(tmp_path, retention=keep) as first, CheckpointManager(tmp_path, retention=keep) as second:
-        first.load(linear())
-        handles = [first.save_async(2, linear(2)), second.save_async(3, linear(3))]
-        assert sorted(handle.result().step for handle in handles) == [2, 3]
-        assert 1 in steps(tmp_path)  # the checkpoint that the first was resumed from
-        assert len(steps(tmp_path)) == 2

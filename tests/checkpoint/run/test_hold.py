@@ -97,17 +97,19 @@ def test_a_job_that_ends_without_close_releases_the_lease(tmp_path):
     assert open_attempts(open_store(str(tmp_path))).owner is None
 
 
-def test_managers_of_one_process_share_the_lease_and_take_turns(tmp_path):
-    first, second = CheckpointManager(tmp_path), CheckpointManager(tmp_path)
-    handle = first.save_async(1, linear())
-    second.save(2, linear())
-    handle.result()
+def test_managers_of_one_process_share_the_lease_take_turns_and_keep_what_the_other_needs(tmp_path):
+    save_steps(tmp_path, 1)
+    first, second = (CheckpointManager(tmp_path, retention=RetentionPolicy(max_num=1)) for _ in range(2))
+    first.load(linear())
+    handles = [first.save_async(2, linear()), second.save_async(3, linear())]
+    assert sorted(handle.result().step for handle in handles) == [2, 3]
+    assert 1 in steps(tmp_path) and len(steps(tmp_path)) == 2  # and the newest
     first.close()
     assert open_attempts(open_store(str(tmp_path))).owner is not None
-    second.save(3, linear())
+    second.save(4, linear())
     second.close()
     assert open_attempts(open_store(str(tmp_path))).owner is None
-    assert sorted(steps(tmp_path)) == [1, 2, 3]
+    assert steps(tmp_path) == [1, 4]  # this job was resumed from the first
 
 
 def test_a_manager_that_exits_with_an_error_releases_the_lease(tmp_path):
