@@ -189,7 +189,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
         """Keep the metrics for a save at the same step."""
-        if self._evaluated != state.global_step:  # otherwise, several datasets are evaluated
+        if self._evaluated != state.global_step:  # not another dataset at the same step
             self._metrics = {}
         self._evaluated = state.global_step
         self._metrics |= {k: float(v) for k, v in (metrics or {}).items() if isinstance(v, (int, float))}

@@ -251,7 +251,7 @@ def test_an_epoch_without_a_step_is_not_older_than_any_step(tmp_path):
     check_misfit(tmp_path, job(), "not clear which is newer", error=UsageError)
 
 
-def test_a_step_below_which_the_checkpoint_lies_is_compared(tmp_path):
+def test_a_step_in_the_name_of_a_parent_directory_is_compared(tmp_path):
     script_file(tmp_path / "step_90" / "model" / "checkpoint.pt", None)
     script_file(tmp_path / "best.pt", 80)
     report = load(tmp_path, job())

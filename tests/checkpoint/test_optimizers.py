@@ -35,7 +35,7 @@ WIDTHS = {"uneven": (6, 14, 4, 8), "even": (6, 12, 6, 12), "runs": (32, 32, 32, 
 
 
 class Net(nn.Module):
-    """Uneven shards are so on three ranks; on two, a shard of `square` has the shape of one of its factors.
+    """With "uneven", shards are uneven on three ranks. On two, a shard of `square` has the shape of one of its factors.
 
     The weights of "runs" have rows of 32 elements, and there are no biases.
     """

@@ -559,8 +559,8 @@ EMPTY_WEIGHT = "sharded, and its local part is a MXTensor of shape [0, 64], whic
     ids=["weight", "state"],
 )  # fmt: skip
 @on_ranks(2, 3)
-def test_an_empty_quantized_shard_is_refused_by_that_reason(tmp_path, make, refused, misfits):
-    """Misfits: by the number of steps of the live state."""
+def test_an_empty_quantized_shard_is_refused_with_that_reason(tmp_path, make, refused, misfits):
+    """`misfits`: the expected errors, by the number of steps that the live optimizer has made."""
     if dist.get_world_size() == 2:
         save(tmp_path / "two", make(1))
         return

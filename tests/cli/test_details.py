@@ -50,7 +50,7 @@ SAID: dict[str, tuple[int, str, str]] = {  # the rule: exit code, command line, 
 
 
 @pytest.mark.parametrize("rule", SAID)
-def test_a_command_prints_what_is_so(zoo, root, tmp_path, rule):
+def test_a_command_prints_what_the_rule_says(zoo, root, tmp_path, rule):
     code, line, words = SAID[rule]
     assert words in ran(*line.format(zoo=zoo, dcp=zoo / DCP, root=root, out=tmp_path / "out").split(), code=code)
 

@@ -217,8 +217,8 @@ def test_a_flipped_bit_in_a_value_is_found_before_the_commit(tmp_path):
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_numbered_optimizer_keeps_its_state_if_order_and_shapes_prove_the_names(tmp_path, widths, frozen, tied):
-    """With a frozen layer, layers of equal shapes cannot be told apart. The optimizer has a tied weight where it is
-    first."""
+    """With a frozen layer, layers of equal shapes cannot be told apart. The optimizer lists a tied weight where it
+    occurs first."""
     proved = not (frozen and widths == (3, 3, 3))
 
     def job(steps: int) -> TrainState:

@@ -59,7 +59,7 @@ def test_a_slow_server_is_retried_with_longer_timeouts(monkeypatch):
 
 
 def test_ranges_wait_for_a_turn_before_their_timeout_starts(proxy, far):
-    """The server answers no range before READS are requested at once, and then gives one too many time to come."""
+    """The server answers only once READS ranges are requested at once, and then waits a little for one too many."""
     store, now, counts, changed = far.store, set[int](), [0], threading.Condition()
     for number in range(16):
         store.write(f"{number}", b"x" * 100)

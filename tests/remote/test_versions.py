@@ -63,7 +63,7 @@ def test_foreign_keys_that_are_invalid_paths_are_ignored(near, key):
 
 @pytest.fixture(params=["another each time", "weak", "another in each listing"])
 def tags(request: pytest.FixtureRequest, proxy: Proxy) -> None:
-    """Through a gateway whose tags in headers are not those of listings, as of one that compresses, or change."""
+    """Go through a gateway that returns weak tags in headers, as if it compressed, or a new tag each time."""
     turn = itertools.count()
 
     def changed(tag: str) -> str:

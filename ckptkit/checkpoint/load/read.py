@@ -405,7 +405,7 @@ def _shared_when_saved(plan: LoadPlan, views: Sequence[View]) -> bool:
 
 
 def _claim(plan: OptimizerPlan, view: View, tensor: torch.Tensor) -> Claim | None:
-    """Return the `Claim` for loading the optimizer state `view` (FQN, name) into `tensor`. None if it is not loaded."""
+    """Return the `Claim` for loading the optimizer state `view` (FQN, name) into `tensor`, or None if it is skipped."""
     fqn, name = view
     entry = plan.masters.get(fqn) if name == plan.master_name else plan.states.get(fqn, {}).get(name)
     if entry is None or plan.skip:

@@ -505,7 +505,7 @@ class Nested(torch.optim.Optimizer):
 
 
 class Counting(torch.optim.Optimizer):
-    """Keeps numbers for each parameter, like Adafactor of transformers, and a tensor for all, the first or none."""
+    """Keeps numbers for each parameter, like transformers' Adafactor, and tensors for the first `tensors` of them."""
 
     def __init__(self, params: Any, tensors: int) -> None:
         super().__init__(params, {"tensors": tensors})

@@ -173,7 +173,7 @@ def test_a_group_whose_parameters_are_all_on_another_stage_gets_its_settings(tmp
 
 @on_ranks(2)
 def test_state_that_two_stages_have_under_one_name_is_never_lost_silently(tmp_path, kind):
-    """Each rank gets its own optimizer state of no parameter back; of extra state, a warning names the part."""
+    """Each rank gets back its own state that belongs to no parameter. For extra state, a warning names the part."""
 
     def made(value: int) -> TrainState:
         torch.manual_seed(0)

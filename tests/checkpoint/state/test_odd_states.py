@@ -171,7 +171,7 @@ def in_order(state: TrainState) -> Any:
 @pytest.mark.parametrize("name", SHARDED)
 @on_ranks("size")
 def test_a_state_beside_sharded_parameters_comes_back_with_its_types(tmp_path, name, size):
-    """It does in each type, with and without such states in the live optimizer."""
+    """Tests each type of checkpoint, with and without such states in the live optimizer."""
     for kind in KINDS:
         source = sharded(name, 1)
         save(tmp_path / kind, source, state_dict_type=kind)
