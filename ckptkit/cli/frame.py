@@ -256,7 +256,7 @@ def progress_bar(title: str) -> Iterator[Callable[[int, int, str], None] | None]
 
 
 def _width_is_known(stream: Any) -> bool:
-    """Return whether the terminal reports its width. Some report 0 columns. tqdm's bar would have one cell there."""
+    """Return whether the terminal reports its width. Some report 0 columns, and tqdm would draw a bar of one cell."""
     try:
         return os.get_terminal_size(stream.fileno()).columns > 0
     except OSError:

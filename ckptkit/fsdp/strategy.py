@@ -807,7 +807,7 @@ class FSDPStrategy:
 
 @contextlib.contextmanager
 def _own_options() -> Iterator[None]:
-    """Add to errors that advise options of `CheckpointManager.load` the names of these options in `load_ckpt`."""
+    """If an error advises options of `CheckpointManager.load`, add the names that they have in `load_ckpt`."""
     try:
         yield
     except (CheckpointMismatchError, UsageError) as error:

@@ -86,7 +86,7 @@ def map_weights(catalog: Catalog, key_map: NameMap, *, live: set[str], config: M
 
 
 def _kept_of(target: Target, kept: Mapping[str, TensorEntry]) -> Target | None:
-    """Return the target, made from the weights' fp32 masters or from their lower bits, instead of from the weights.
+    """Return a target that is made from the weights' fp32 masters, or from their lower bits, and not from the weights.
 
     If a weight has no lower bits (flashoptim has none for an expert that was never updated), its region in the target
     is padding. Returns None if no weight is in `kept`, if the tensors in `kept` differ in dtype, or if only some of the
