@@ -40,7 +40,6 @@ NIGHT: dict[str, int] = {
     "tests/checkpoint/save/test_full.py": 2,
     "tests/checkpoint/save/test_full.py::test_no_rank_holds_more_than_twice_the_largest_tensor": 0,
     "tests/cli/test_terminal.py": 2,
-    "tests/cli/test_s3.py": 0,
     "tests/checkpoint/run/test_hold.py::test_a_job_that_ends_without_close_releases_the_lease": 0,
     "tests/formats/test_dcp_mishaps.py": 6,
     "tests/offline/test_reading.py": 8,

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,11 +12,12 @@ from torch import nn
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 
-from ckptkit import DCPReader, DCPWriter, TrainState, copy, diff
+from ckptkit import DCPReader, DCPWriter, TrainState, copy, diff, inspect, reshard
 from tests.checkpoint import states
 from tests.formats.interop_cases import blank
+from tests.offline.exports import write_model
 from tests.remote.runs import TWO
-from tests.storage.proxy import Proxy
+from tests.storage.proxy import Proxy, Reply
 
 
 @pytest.mark.parametrize("folder", ["", "lora_adapter/"])
@@ -42,6 +44,33 @@ def count(proxy: Proxy) -> Callable[[Callable[[], object]], int]:
         return proxy.count
 
     return count
+
+
+SOURCES: dict[str, Callable[[dict[str, Any], Path], object]] = {
+    "safetensors": lambda state, place: write_model(place, state),
+    "sharded": lambda state, place: reshard(
+        write_model(place.with_name("base"), state), str(place / "step_00000001"), world_size=3
+    ),
+    "torch.pt": lambda state, place: torch.save({"model": state}, place),
+    "dcp": lambda state, place: dcp.save(state, checkpoint_id=place, no_dist=True),
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("kind", SOURCES)
+def test_inspect_reads_only_metadata(proxy, near, far, tmp_path, kind):
+    place, answered = tmp_path / kind, list[int]()
+    SOURCES[kind]({f"model.layers.{i}.w": torch.full((1024, 1024), float(i)) for i in range(4)}, place)
+    near.store.fs.put(str(place), f"{near.url}/{kind}", recursive=place.is_dir())
+
+    def between(handler: Any, body: bytes) -> Reply:
+        reply: Reply = handler.forward(body)
+        answered.append(len(reply[2]))
+        return reply
+
+    proxy.between = between
+    found = inspect(f"{far.url}/{kind}", tensors="*", storage_options=far.options).to_json()
+    assert sum(tensor["nbytes"] for tensor in found["tensors"]) == 16 << 20 > 20 * sum(answered)
 
 
 def test_saves_loads_and_listings_make_few_requests(count, proxy, far):

@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 from ckptkit import convert
 from ckptkit.errors import CheckpointExistsError, StorageError
 from ckptkit.storage import ledger, owner, publish_remote, upload
-from ckptkit.storage.ledger import FOLDER, Ledger
+from ckptkit.storage.ledger import Ledger
 from ckptkit.storage.objects import RemoteStore
 from ckptkit.storage.publish_remote import OWNER_NAME, _Place, stage_remote
 from ckptkit.storage.requests import FsspecApi
@@ -148,16 +148,20 @@ def test_a_conversion_continues_on_another_machine_only_with_overwrite(near, mon
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError("no")], ids=["Ctrl-C", "error"])
-def test_ctrl_c_keeps_finished_objects_and_an_error_does_not(near, monkeypatch, error):
+@pytest.mark.parametrize("options", [MANY, OVER], ids=["new", "overwrite"])
+def test_ctrl_c_keeps_finished_objects_and_an_error_does_not(near, monkeypatch, error, options):
     def stop(path: str) -> None:
         raise error
 
+    if options is OVER:
+        near.make(max_shard_size="2kB")
+    before = near.objects()
     once_finished(1, stop, monkeypatch)
     with pytest.raises(type(error)):
-        near.make(**MANY)
-    kept = isinstance(error, KeyboardInterrupt)
-    assert any(name.startswith(FOLDER) for name in near.names()) == bool(near.names()) == kept
-    assert ("1 of" in goes_on(near, UNEVEN, **MANY)) == kept
+        near.make(**options)
+    kept, after = isinstance(error, KeyboardInterrupt), near.objects()
+    assert (after != before) == kept and before.items() <= after.items()
+    assert ("1 of" in goes_on(near, UNEVEN, **options)) == kept
 
 
 def between(monkeypatch: pytest.MonkeyPatch, other: Callable[[], object]) -> None:

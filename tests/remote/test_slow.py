@@ -117,11 +117,7 @@ def test_a_late_answer_to_any_request_is_harmless(proxy, far, monkeypatch):
 
 
 class _Held:
-    """Goes between a proxy and its server: holds back commit records, unanswered, until `carry_out`.
-
-    Args:
-        name: The name of a commit record.
-    """
+    """Goes between a proxy and its server: holds back commit records of this name, unanswered, until `carry_out`."""
 
     def __init__(self, name: str = "checkpoint.json") -> None:
         self.name = name

@@ -84,15 +84,17 @@ def test_a_reservation_that_does_not_fit_leaves_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    "read", [lambda store: store.read("x"), lambda store: store.read_into("x", 0, memoryview(bytearray(1)))]
-)
-def test_an_error_of_the_disk_names_the_whole_path(tmp_path, monkeypatch, read):
+@pytest.mark.parametrize("call", [
+    lambda store: store.read("x"), lambda store: store.read_into("x", 0, memoryview(bytearray(1))),
+    lambda store: store.write("x", b"2", overwrite=True),
+])  # fmt: skip
+def test_an_error_of_the_disk_names_the_whole_path_even_if_the_cleanup_fails_too(tmp_path, monkeypatch, call):
+    """After an I/O error, the kernel may make the file system read-only."""
     (tmp_path / "x").write_bytes(b"1")
-    for call in ("pread", "preadv"):
-        monkeypatch.setattr(os, call, failing(errno.EIO))
+    for name in ("pread", "preadv", "fsync", "unlink"):
+        monkeypatch.setattr(os, name, failing(errno.EROFS if name == "unlink" else errno.EIO))
     with pytest.raises(StorageError, match=re.escape(f"{tmp_path}/x: Input/output error")):
-        read(LocalStore(tmp_path))
+        call(LocalStore(tmp_path))
 
 
 def test_an_error_raised_by_the_caller_of_a_writer_is_not_blamed_on_the_file(tmp_path):
@@ -100,14 +102,6 @@ def test_an_error_raised_by_the_caller_of_a_writer_is_not_blamed_on_the_file(tmp
     with pytest.raises(OSError) as error, LocalStore(tmp_path).writer("x"):
         raise unreadable
     assert error.value is unreadable and list(tmp_path.iterdir()) == []
-
-
-def test_an_error_of_the_disk_is_not_hidden_if_the_cleanup_fails_too(tmp_path, monkeypatch):
-    """After an I/O error, the kernel may make the file system read-only."""
-    monkeypatch.setattr(os, "fsync", failing(errno.EIO))
-    monkeypatch.setattr(os, "unlink", failing(errno.EROFS))
-    with pytest.raises(StorageError, match=re.escape(f"{tmp_path}/x: Input/output error")):
-        LocalStore(tmp_path).write("x", b"1")
 
 
 class TestLocalStore(StoreTests):
