@@ -11,7 +11,7 @@ import torch
 
 import ckptkit
 from ckptkit import CheckpointManager, DCPReader, DCPWriter, PerRank, RetentionPolicy, Shard, TrainState
-from ckptkit.arguments import globs, location
+from ckptkit.arguments import globs
 from ckptkit.errors import UsageError
 from ckptkit.fsdp import FSDPConfig, FSDPStrategy, param_groups
 from ckptkit.integrations.torchtitan import TorchtitanCheckpointer
@@ -186,15 +186,6 @@ def test_a_wrong_argument_raises_at_once_and_writes_nothing(tmp_path, monkeypatc
         call()
     assert words in str(caught.value)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_path_objects_are_accepted_like_strings(tmp_path):
-    with CheckpointManager(tmp_path) as made:
-        made.save(1, state())
-        assert made.load(state(), tmp_path / "step_00000001") is not None
-    assert ckptkit.verify(tmp_path / "step_00000001").ok
-    assert [row.step for row in ckptkit.list_run(tmp_path).checkpoints] == [1]
-    assert location("url", tmp_path) == str(tmp_path)
 
 
 def test_a_string_is_one_glob_not_its_characters():

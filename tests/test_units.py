@@ -7,38 +7,32 @@ from hypothesis import strategies as st
 from ckptkit.errors import UsageError
 from ckptkit.units import counted, first_few, format_count, format_duration, format_size, parse_duration, parse_size
 
-
-@pytest.mark.parametrize(("text", "nbytes"), [
+SIZES = [
     ("1GB", 10**9), ("1GiB", 2**30), ("512MB", 512 * 10**6), ("1.5 T", 1_500_000_000_000), ("5gb", 5 * 10**9),
     ("0", 0), (".5k", 500), (1024, 1024), ("17 B", 17), ("2Ki", 2048),
-])  # fmt: skip
-def test_a_size_counts_bytes(text, nbytes):
-    assert parse_size(text) == nbytes
+]  # fmt: skip
+DURATIONS = [("90s", 90), ("5m", 300), ("1.5h", 5400), ("2d", 172800), ("250ms", 0.25), (30, 30)]
+INVALID = {
+    parse_size: ["", "GB", "-1", "1XB", "1 GB x", "1iB", -1, float("inf"), float("nan"), True, "1e9"],
+    parse_duration: ["", "h", "-1s", "1y", -1, True],
+}
 
 
-@pytest.mark.parametrize("text", ["", "GB", "-1", "1XB", "1 GB x", "1iB", -1, float("inf"), float("nan"), True, "1e9"])
-def test_an_invalid_size_is_wrong_usage(text):
+def test_a_size_counts_bytes_and_a_duration_seconds():
+    assert [parse_size(text) for text, _ in SIZES] == [nbytes for _, nbytes in SIZES]
+    assert [parse_duration(text) for text, _ in DURATIONS] == pytest.approx([seconds for _, seconds in DURATIONS])
+
+
+@pytest.mark.parametrize(("parse", "text"), [(parse, text) for parse, texts in INVALID.items() for text in texts])
+def test_an_invalid_size_or_duration_is_wrong_usage(parse, text):
     with pytest.raises(UsageError):
-        parse_size(text)
+        parse(text)
 
 
 @given(st.integers(0, 10**18))
 def test_a_printed_size_reads_back_within_its_rounding(nbytes):
     unit = 1000 ** ((len(str(nbytes)) - 1) // 3)
     assert abs(parse_size(format_size(nbytes)) - nbytes) <= max(0.051 * unit, 0.05 * nbytes)
-
-
-@pytest.mark.parametrize(
-    ("text", "seconds"), [("90s", 90), ("5m", 300), ("1.5h", 5400), ("2d", 172800), ("250ms", 0.25), (30, 30)]
-)
-def test_a_duration_counts_seconds(text, seconds):
-    assert parse_duration(text) == pytest.approx(seconds)
-
-
-@pytest.mark.parametrize("text", ["", "h", "-1s", "1y", -1, True])
-def test_an_invalid_duration_is_wrong_usage(text):
-    with pytest.raises(UsageError):
-        parse_duration(text)
 
 
 PRINTED = [

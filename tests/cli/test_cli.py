@@ -1,13 +1,16 @@
 """The commands as in a shell: output, exit codes and JSON, and that they say what is so."""
 
 import re
+import resource
 import shlex
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from ckptkit import CheckpointManager, TrainState, inspect
 from ckptkit.cli.frame import _message
@@ -176,3 +179,13 @@ def test_a_system_error_without_a_message_gets_one(error):
 def test_a_library_warning_reads_like_a_warning(root):
     done = shell("ls", root, "--max-mem", "1kB")
     assert done.returncode == 0 and done.stderr.startswith("Warning: ") and "ckptkit.checkpoint" not in done.stderr
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts the page faults of glibc's malloc")
+def test_a_merge_does_not_get_its_buffers_from_the_kernel_again_for_each_piece(tmp_path):
+    for name in ("a", "b"):
+        save_file({"w": np.ones((64, 1 << 18), np.float16)}, tmp_path / f"{name}.safetensors")
+    before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_minflt
+    done = shell("merge", tmp_path / "a.safetensors", tmp_path / "b.safetensors", tmp_path / "out", "-q")
+    pages = (resource.getrusage(resource.RUSAGE_CHILDREN).ru_minflt - before) * resource.getpagesize()
+    assert done.returncode == 0 and pages < 64 << 20

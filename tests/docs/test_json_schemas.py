@@ -43,20 +43,14 @@ def run_root(zoo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.mark.parametrize(
-    ("name", "line"),
-    [
-        ("ckptkit ls", "ls {run}"),
-        ("ckptkit inspect", "inspect {run} --tensors *norm*"),
-        ("ckptkit verify", "verify {run}"),
-        ("ckptkit diff", "diff {run} {hf}"),
-        ("ckptkit convert, reshard, merge", "convert {run} {out}"),
-        ("ckptkit convert, reshard, merge", "reshard {run} {out} --world-size 3"),
-        ("ckptkit copy", "copy {run} {out}"),
-        ("ckptkit prune", "prune {run} --max-num 1 --dry-run"),
-        ("ckptkit pin, unpin", "pin {run}/latest --why test"),
-    ],
-)
+@pytest.mark.parametrize(("name", "line"), [
+    ("ckptkit ls", "ls {run}"), ("ckptkit inspect", "inspect {run} --tensors *norm*"),
+    ("ckptkit verify", "verify {run}"), ("ckptkit diff", "diff {run} {hf}"),
+    ("ckptkit convert, reshard, merge", "convert {run} {out}"),
+    ("ckptkit convert, reshard, merge", "reshard {run} {out} --world-size 3"),
+    ("ckptkit copy", "copy {run} {out}"), ("ckptkit prune", "prune {run} --max-num 1 --dry-run"),
+    ("ckptkit pin, unpin", "pin {run}/latest --why test"),
+])  # fmt: skip
 def test_a_document_has_the_fields_that_are_documented(run_root, zoo, tmp_path, name, line):
     places = {"run": run_root, "hf": zoo / "hf_ref_llama_untied", "out": tmp_path / "out"}
     found: dict[str, Any] = json.loads(run(*(word.format(**places) for word in line.split()), "--json").stdout)

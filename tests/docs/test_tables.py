@@ -64,15 +64,10 @@ def check_tests(cells: list[list[str]], column: int) -> None:
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize(
-    ("page", "column", "expected"),
-    [
-        ("docs/internals/promises-tests.md", 1, set()),
-        ("docs/internals/faults.md", -1, set()),
-        (FRAMEWORKS, 2, set(ROWS)),
-        (PARITY, -1, PARITY_ROWS),
-    ],
-)
+@pytest.mark.parametrize(("page", "column", "expected"), [
+    ("docs/internals/promises-tests.md", 1, set()), ("docs/internals/faults.md", -1, set()),
+    (FRAMEWORKS, 2, set(ROWS)), (PARITY, -1, PARITY_ROWS),
+])  # fmt: skip
 def test_each_row_names_tests_that_exist(page, column, expected):
     table = [row for row in rows(page) if row[0] and row[0] not in HEADINGS]
     assert expected <= {row[0] for row in table}

@@ -1,6 +1,5 @@
 """FSDPConfig: accepted and refused settings, and accelerate's environment variables in both directions."""
 
-import dataclasses
 import importlib
 import inspect
 import pkgutil
@@ -11,18 +10,9 @@ from hypothesis import strategies as st
 
 import ckptkit.fsdp
 from ckptkit.errors import UsageError
-from ckptkit.fsdp import FSDPConfig, config
+from ckptkit.fsdp import FSDPConfig
 from ckptkit.fsdp.config import ShardingStrategy, WrapPolicy
 from tests.lazy import modules_after
-
-
-def test_the_config_is_frozen():
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        FSDPConfig().tp = 2
-
-
-def test_every_option_is_checked():
-    assert {field.name for field in dataclasses.fields(FSDPConfig)} == config._CHECKS.keys()
 
 
 def test_importing_the_package_and_its_config_imports_no_torch():
@@ -128,37 +118,22 @@ def test_a_yaml_file_is_read_with_or_without_its_fsdp_section(tmp_path):
 @pytest.mark.filterwarnings("ignore:backward_prefetch")
 def test_full_settings_give_the_environment_variables_of_oumi():
     config = FSDPConfig(
-        sharding_strategy="HYBRID_SHARD",
-        offload="params",
-        mixed_precision="bf16",
-        backward_prefetch="BACKWARD_POST",
-        forward_prefetch=True,
-        auto_wrap_policy="TRANSFORMER_BASED_WRAP",
+        sharding_strategy="HYBRID_SHARD", offload="params", mixed_precision="bf16", backward_prefetch="BACKWARD_POST",
+        forward_prefetch=True, auto_wrap_policy="TRANSFORMER_BASED_WRAP", sync_module_states=False,
         transformer_layer_cls="transformers.models.llama.modeling_llama.LlamaDecoderLayer",
-        sync_module_states=False,
-        min_num_params=100000000,
-        activation_checkpointing=True,
-    )
+        min_num_params=100000000, activation_checkpointing=True,
+    )  # fmt: skip
     expected = {  # what Oumi's own unit tests expect
-        "ACCELERATE_DYNAMO_BACKEND": "NO",
-        "ACCELERATE_DYNAMO_MODE": "default",
-        "ACCELERATE_DYNAMO_USE_FULLGRAPH": "False",
-        "ACCELERATE_DYNAMO_USE_DYNAMIC": "False",
-        "FSDP_USE_ORIG_PARAMS": "true",
-        "FSDP_CPU_RAM_EFFICIENT_LOADING": "true",
-        "ACCELERATE_USE_FSDP": "true",
-        "FSDP_SHARDING_STRATEGY": "HYBRID_SHARD",
-        "FSDP_OFFLOAD_PARAMS": "true",
-        "ACCELERATE_MIXED_PRECISION": "bf16",
-        "FSDP_BACKWARD_PREFETCH": "BACKWARD_POST",
-        "FSDP_FORWARD_PREFETCH": "true",
-        "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT",
-        "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
-        "FSDP_TRANSFORMER_CLS_TO_WRAP": "LlamaDecoderLayer",
-        "FSDP_MIN_NUM_PARAMS": "100000000",
-        "FSDP_SYNC_MODULE_STATES": "false",
+        "ACCELERATE_DYNAMO_BACKEND": "NO", "ACCELERATE_DYNAMO_MODE": "default",
+        "ACCELERATE_DYNAMO_USE_FULLGRAPH": "False", "ACCELERATE_DYNAMO_USE_DYNAMIC": "False",
+        "ACCELERATE_USE_FSDP": "true", "ACCELERATE_MIXED_PRECISION": "bf16",
+        "FSDP_SHARDING_STRATEGY": "HYBRID_SHARD", "FSDP_OFFLOAD_PARAMS": "true", "FSDP_USE_ORIG_PARAMS": "true",
+        "FSDP_BACKWARD_PREFETCH": "BACKWARD_POST", "FSDP_FORWARD_PREFETCH": "true",
+        "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true",
+        "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP", "FSDP_TRANSFORMER_CLS_TO_WRAP": "LlamaDecoderLayer",
+        "FSDP_MIN_NUM_PARAMS": "100000000", "FSDP_SYNC_MODULE_STATES": "false",
         "FSDP_ACTIVATION_CHECKPOINTING": "true",
-    }
+    }  # fmt: skip
     assert config.to_accelerate_env(fsdp_version=1) == expected
     assert config.to_accelerate_env() == expected | {"FSDP_VERSION": "2", "FSDP_RESHARD_AFTER_FORWARD": "true"}
 

@@ -33,7 +33,7 @@ from ckptkit.fsdp.accumulation import accumulation_steps
 from ckptkit.fsdp.strategy import ModelOptimPair
 from tests.fsdp import models
 from tests.patches import refuse
-from tests.ranks import logged, on_ranks
+from tests.ranks import on_ranks
 
 SGD = functools.partial(torch.optim.SGD, lr=0.5)
 
@@ -590,14 +590,6 @@ def test_a_nan_gradient_is_an_error_on_request(precision):
     gradient[0, 0] = value  # the gradients were kept: the step can still be taken
     assert strategy.optimizer_step(optimizer, model)
     assert strategy.global_step == 1
-
-
-@on_ranks(2)
-def test_the_warning_of_a_skipped_step_gives_the_norm_as_a_number():
-    strategy, model, optimizer = models.prepared({"mixed_precision": "bf16"})
-    with logged() as lines:
-        assert not models.step(strategy, model, optimizer, factor=math.inf)
-    assert lines == ["model: the gradient norm is nan; this step was skipped."]
 
 
 # LightRFT's methods and the order of their arguments (strategy_base.py, fsdpv2.py).

@@ -37,17 +37,10 @@ def told() -> dict[str, list[str]]:
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
-@pytest.mark.parametrize(
-    ("place", "package", "extra"),
-    [
-        ("lightning", "lightning", "lightning"),
-        ("transformers", "transformers", "hf"),
-        ("accelerate", "accelerate", "hf"),
-        ("s3://bucket/run", "s3", "s3"),
-        ("gs://bucket/run", "gs", "gcs"),
-        ("abfs://box/run", "abfs", "azure"),
-    ],
-)
+@pytest.mark.parametrize(("place", "package", "extra"), [
+    ("lightning", "lightning", "lightning"), ("transformers", "transformers", "hf"), ("accelerate", "accelerate", "hf"),
+    ("s3://bucket/run", "s3", "s3"), ("gs://bucket/run", "gs", "gcs"), ("abfs://box/run", "abfs", "azure"),
+])  # fmt: skip
 def test_an_error_names_a_missing_package_and_the_extra_that_installs_it(told, place, package, extra):
     kind, message = told[place]
     assert kind == "MissingExtraError"

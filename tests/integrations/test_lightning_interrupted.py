@@ -321,7 +321,7 @@ class Alone(Lit):
 
 @on_ranks(2)
 def test_ranks_with_different_numbers_of_validation_batches_stop_after_the_validation(tmp_path):
-    validation = torch.utils.data.DataLoader(Stream(4 * (dist.get_rank() + 1)), batch_size=2)
+    validation = DataLoader(Stream(4 * (dist.get_rank() + 1)), batch_size=2)
     stop = At("on_validation_batch_start", 0, 1, ranks=[1])
     did = run(tmp_path, "ddp", stopping(tmp_path / "c"), stop, module=Alone, max_epochs=2, validation=validation)[2]
     assert did[-2:] == [("epoch ends", 0), "stopped"] and newest(tmp_path / "c").name == f"step={BATCHES}.ckpt"
@@ -373,13 +373,9 @@ def test_a_save_that_no_run_can_continue_exactly_is_warned_about(tmp_path, hook,
         run(tmp_path, FSDP2Strategy(), save, module=Lit if options else Scheduled, max_epochs=1, **options)
 
 
-@pytest.mark.parametrize(
-    ("loader", "text"),
-    [
-        (StatefulDataLoader, "one batch ahead, which the resumed run skips"),
-        (torch.utils.data.DataLoader, "reads from the start"),
-    ],
-)
+@pytest.mark.parametrize(("loader", "text"), [
+    (StatefulDataLoader, "one batch ahead, which the resumed run skips"), (DataLoader, "reads from the start"),
+])  # fmt: skip
 @on_ranks(2)
 def test_a_save_inside_an_epoch_of_unknown_length_is_warned_about(tmp_path, loader, text):
     with rank_0_warns("ckptkit.integrations.lightning_position", text):

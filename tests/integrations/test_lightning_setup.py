@@ -14,15 +14,10 @@ def config(**changes):
     return fsdp_config(**{**made, **changes})
 
 
-@pytest.mark.parametrize(
-    ("arguments", "sizes"),
-    [
-        ({"dp": "auto", "tp": "auto"}, (8, 1)),
-        ({"dp": "auto", "tp": "auto", "has_plan": True, "nodes": 2}, (2, 4)),
-        ({"dp": "auto", "tp": 2}, (4, 2)),
-        ({"dp": 2, "tp": "auto", "cp": 2}, (2, 2)),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "sizes"), [
+    ({"dp": "auto", "tp": "auto"}, (8, 1)), ({"dp": "auto", "tp": "auto", "has_plan": True, "nodes": 2}, (2, 4)),
+    ({"dp": "auto", "tp": 2}, (4, 2)), ({"dp": 2, "tp": "auto", "cp": 2}, (2, 2)),
+])  # fmt: skip
 def test_an_auto_size_is_computed_from_the_other_sizes(arguments, sizes):
     assert group_sizes(8, **arguments) == sizes
 

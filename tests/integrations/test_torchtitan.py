@@ -128,12 +128,6 @@ def test_an_unsupported_option_is_refused_by_name(tmp_path, field):
         newest(tmp_path, **{field: REFUSED[field]})
 
 
-def test_every_field_of_the_config_has_a_test():
-    tried = {*SAVES, *REFUSED, "keep_latest_k", "load_step", "create_seed_checkpoint", "folder"}
-    tried |= {"initial_load_path", "initial_load_model_only"}
-    assert {field.name for field in dataclasses.fields(Config)} == tried
-
-
 def test_only_the_model_of_a_seed_checkpoint_is_loaded(tmp_path):
     with closing(newest(tmp_path, create_seed_checkpoint=True)) as seed:
         seed.save(curr_step=0, last_step=True)

@@ -215,11 +215,8 @@ def test_what_the_callback_cannot_do_is_refused(tmp_path):
     other.is_deepspeed_enabled = True
     with pytest.raises(UsageError, match="DeepSpeed"):
         integration.CheckpointCallback(tmp_path / "run").attach(other)
-
-
-def test_a_retention_that_would_delete_the_best_model_is_refused(tmp_path):
     callback = integration.CheckpointCallback(tmp_path / "run", retention=RetentionPolicy(max_num=2))
-    with pytest.raises(UsageError, match=r"keep_best=\('eval_loss', 'min', 1\)"):
+    with pytest.raises(UsageError, match=r"keep_best=\('eval_loss', 'min', 1\)"):  # it would delete the best model
         evaluated(tmp_path, callback, save_strategy="steps", save_steps=2, load_best_model_at_end=True)
 
 
