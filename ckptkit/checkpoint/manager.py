@@ -412,7 +412,8 @@ class CheckpointManager:
         Raises:
             CheckpointNotFoundError: The checkpoint `which` does not exist.
             IncompleteCheckpointError: There are step directories, but none is committed.
-            CheckpointMismatchError: The state does not match. The message lists all mismatches.
+            CheckpointMismatchError: The state does not match. The message shows five names of each kind; the log
+                (INFO) lists all.
             CorruptCheckpointError: The checkpoint is damaged. The message names the file and the tensor.
         """
         self._settle()

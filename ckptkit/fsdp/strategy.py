@@ -361,8 +361,8 @@ class FSDPStrategy:
             strict: True raises if a name is only in the model or only in the files. False only reports such names.
 
         Raises:
-            CheckpointMismatchError: Names, shapes or dtypes do not match. The message lists all mismatches. The model
-                is unchanged.
+            CheckpointMismatchError: Names, shapes or dtypes do not match. The log (INFO) lists all. The model is
+                unchanged.
         """
         return load_hf(model, url, cast=self.config.mixed_precision is not None, strict=strict)
 
@@ -643,7 +643,7 @@ class FSDPStrategy:
             start_fresh: When to return (None, {}) instead of raising an error, as in `CheckpointManager`.
 
         Raises:
-            CheckpointMismatchError: The checkpoint does not match. The message lists all mismatches. Nothing was
+            CheckpointMismatchError: The checkpoint does not match. The log (INFO) lists all mismatches. Nothing was
                 changed.
             IncompleteCheckpointError: The run has step directories, but none is committed (see `start_fresh`).
             CheckpointNotFoundError: The checkpoint `which` does not exist.

@@ -96,7 +96,7 @@ def weights(run: str) -> nn.Module:
     return model
 
 
-def test_all_differences_are_listed_at_once_and_nothing_changes(run):
+def test_all_differences_are_listed_at_once_and_nothing_changes(run, caplog):
     model = net(width=6)
     model["new"] = nn.Linear(2, 2)
     model["lora"] = nn.Linear(4, 8, bias=False, dtype=torch.bfloat16)
@@ -114,6 +114,12 @@ def test_all_differences_are_listed_at_once_and_nothing_changes(run):
         "Options of CheckpointManager.load: strict=False loads what matches, include=[...]",
     ):
         check_misfit(run, state, re.escape(words))
+    model["many"] = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(9)))
+    caplog.set_level("INFO", "ckptkit")
+    check_misfit(
+        run, state, r"11 missing in the checkpoint: new\.weight, new\.bias, (many\.\d\.weight,? ){3}and 6 more"
+    )
+    assert "many.8.weight" in caplog.text
     check_misfit(run, state, r"(?s)\A(?!.*strict=False).*a different shape.*load: include=\[", strict=False)
     state.optimizer = None
     check_misfit(run, state, r"include=\[\.\.\.\] names what to load(; convert_dtype=True casts)?\.", optimizer="skip")

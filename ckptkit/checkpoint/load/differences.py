@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,7 +11,8 @@ from dataclasses import dataclass, field
 from ckptkit.errors import CheckpointMismatchError
 from ckptkit.units import first_few
 
-_SHOWN = 20
+logger = logging.getLogger(__name__)
+_SHOWN = 5  # names of each kind in the message; the log has all
 MANAGER = "CheckpointManager.load"
 
 Sides = Mapping[str, tuple[str, tuple[int, ...]]]
@@ -72,6 +74,8 @@ class Mismatches:
     def check(self, url: str, *, strict: bool, elsewhere: bool = False, call: str = MANAGER) -> None:
         """Raise CheckpointMismatchError on any mismatch. With strict=False, accept missing and unexpected names.
 
+        The message shows the first five names of each kind, and the log (INFO) all of them.
+
         Args:
             elsewhere: Accept unexpected names if nothing else differs, because other ranks may have these names.
             call: The function that the user called. The message suggests options of this function. `include` and
@@ -86,13 +90,13 @@ class Mismatches:
             kinds = {"missing in the checkpoint": self.missing, "unexpected": self.unexpected, **kinds}
         if elsewhere and not any(sections for sections in kinds.values() if sections is not self.unexpected):
             return
-        lines = [
-            # Don't shorten the list, or the user would have to fix one error after another.
-            f"{section}: {len(items)} {title}:"
-            + (" " + ", ".join(items) if len(items) <= _SHOWN else "\n    " + "\n    ".join(items))
-            for title, sections in kinds.items()
-            for section, items in ((section, [_quoted(item) for item in found]) for section, found in sections.items())
-        ]
+        lines = []
+        for title, sections in kinds.items():
+            for section, names in sections.items():
+                items = [_quoted(item) for item in names]
+                lines.append(f"{section}: {len(items)} {title}: {first_few(items, _SHOWN)}")
+                if len(items) > _SHOWN:
+                    logger.info("%s: %s: %d %s: %s", url, section, len(items), title, ", ".join(items))
         if lines:
             advice = ["convert_dtype=True casts"] if self.dtypes else []
             if self.missing or self.unexpected:
