@@ -15,7 +15,7 @@ from ckptkit.cli.frame import (
     storage_options_of_both,
 )
 from ckptkit.cli.options import GroupedCommand, allow_pickle, grouped
-from ckptkit.cli.outcome import interrupted_words, outcome_options, prints
+from ckptkit.cli.outcome import interrupted_words, outcome_options, prints, results
 
 
 @click.command("copy", cls=GroupedCommand)
@@ -51,6 +51,6 @@ def command(src: str, dst: str, *, as_json: bool, **options: Any) -> None:
     elif is_quiet() and not report.dry_run:
         click.echo(report.proof())
     else:
-        click.echo("\n".join(report.lines()))
+        click.echo("\n".join(results(report.lines())))
     if report.faults or any(item.faults for item in report.checkpoints):
         raise SystemExit(1)

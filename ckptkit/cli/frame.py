@@ -19,7 +19,7 @@ from typing import Any, TextIO, TypeVar, cast
 
 import click
 
-from ckptkit.cli.options import grouped
+from ckptkit.cli.options import grouped, warn_of_pickles
 from ckptkit.errors import CkptkitError, CorruptCheckpointError, UsageError
 from ckptkit.redact import keep_secret, printable, without_known_secrets, without_secrets
 from ckptkit.storage.retry import patient, words_of
@@ -52,6 +52,8 @@ def command_frame(function: F) -> F:
         click.get_current_context().meta.update({"ckptkit.quiet": quiet, "ckptkit.verbose": verbose})
         try:
             _refuse_empty(click.get_current_context())
+            if kwargs.get("allow_pickle") and not quiet:
+                warn_of_pickles()
             with redirect_stdout(cast(TextIO, _Printable(sys.stdout))), patient():
                 function(*args, **kwargs)
         except (click.ClickException, click.exceptions.Exit, click.Abort):
@@ -68,7 +70,7 @@ def command_frame(function: F) -> F:
             if debug:
                 click.echo(printable(without_secrets(traceback.format_exc())), err=True, nl=False)
             text = _message(error)
-            _say((text if debug else _shortened(text)) + _elsewhere(text) + _older(error))
+            _say((text if debug else _shortened(text)) + _elsewhere(text) + ("" if quiet else _older(error)))
             raise SystemExit(error.exit_code if isinstance(error, CkptkitError) else 1) from None
 
     return framed  # type: ignore[return-value]

@@ -109,7 +109,7 @@ def _lines(report: InspectReport) -> list[str]:
         if report.tree is not None:
             lines += ["", "  modules", *_tree_lines(report.tree, "    ")]
     lines += [f"  not interpreted: {name} {why}" for name, why in report.uninterpreted.items()]
-    return lines + [f"  note: {note}" for note in report.notes]
+    return lines + [f"  note: {note}" for note in report.notes if not is_quiet()]
 
 
 def _place(index: int, child: TreeNode) -> int | str:

@@ -30,26 +30,24 @@ def grouped(group: str) -> Callable[..., Callable[[F], F]]:
 
 
 def allow_pickle(group: str = "") -> Callable[[F], F]:
-    """Return the option --allow-pickle. If a user gives it, a red warning is printed."""
-
-    def warn(_: click.Context, __: click.Parameter, given: bool) -> bool:
-        if given:
-            click.secho(
-                (
-                    "Warning: --allow-pickle reads files whose pickles name classes unknown to ckptkit. It runs "
-                    "none of their code and omits their values, so the result may be incomplete. A program that "
-                    "loads such a file with torch.load(weights_only=False) does run that code."
-                ),
-                fg="red",
-                err=True,
-            )
-        return given
-
+    """Return the option --allow-pickle."""
     return grouped(group)(
         "--allow-pickle",
         is_flag=True,
-        callback=warn,
         help="Read torch.save files that name unknown classes. Omits the objects of these classes; runs no code.",
+    )
+
+
+def warn_of_pickles() -> None:
+    """Print a red warning that says what --allow-pickle omits."""
+    click.secho(
+        (
+            "Warning: --allow-pickle reads files whose pickles name classes unknown to ckptkit. It runs "
+            "none of their code and omits their values, so the result may be incomplete. A program that "
+            "loads such a file with torch.load(weights_only=False) does run that code."
+        ),
+        fg="red",
+        err=True,
     )
 
 

@@ -66,9 +66,9 @@ def carry_out(function: Callable[..., ConvertReport], src: Any, dst: str, *, as_
     elif as_json:
         print_json({"schema": "ckptkit.convert/1", **report.to_json()})
     elif report.dry_run:
-        click.echo("\n".join(_plan_lines(report)))
+        click.echo("\n".join(results(_plan_lines(report))))
     elif is_quiet():
-        click.echo("\n".join([*(f"warning: {text}" for text in report.warnings), report.proof()]))
+        click.echo(report.proof())
     else:
         click.echo("\n".join([*report.lines(), *filter(None, [report.serving])]))
     if report.faults:
@@ -82,6 +82,11 @@ def _plan_lines(report: ConvertReport) -> list[str]:
         if line.startswith("would fail: "):  # such as "would fail: missing: NAME"
             kinds[i] = ":".join(line.split(":")[:2])
     return shortened(lines, kinds)
+
+
+def results(lines: list[str]) -> list[str]:
+    """Return the lines without notes if --quiet was given."""
+    return [line for line in lines if not (is_quiet() and line.startswith("note: "))]
 
 
 def interrupted_words(dst: str, *, overwrite: bool) -> str:
