@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import importlib
 import re
 import signal
@@ -35,6 +36,11 @@ _COMMANDS = {
 }
 # name -> two example commands and a page of docs/, shown at the end of the subcommand's help.
 _EXAMPLES = {
+    "": (
+        "ls RUN      # after a crash: the checkpoints that remain",
+        "verify RUN  # is the newest one complete and undamaged?",
+        "getting-started.md",
+    ),
     "convert": (
         "convert RUN OUT --verify  # the newest checkpoint, for transformers and vLLM",
         "convert RUN/best s3://bucket/out --dtype bf16",
@@ -65,8 +71,12 @@ _SAME_PRESS_S = 5.0  # interrupts within this many seconds count as one
 _PLACE = re.compile("FILE|URL|DIR|html")  # metavars of the options that take a path or URL
 
 
-def _epilog(first: str, second: str, page: str) -> str:
-    return f"\b\nExamples:\n  ckptkit {first}\n  ckptkit {second}\n\nMore: docs/{page} in the repository"
+def _write_epilog(name: str, _ctx: click.Context, formatter: click.HelpFormatter) -> None:
+    """Write the end of a help text: two examples, and where the documentation is."""
+    from ckptkit.cli.pages import place_of  # only --help reads the metadata of the installed package
+
+    first, second, page = _EXAMPLES[name]
+    formatter.write(f"\n  Examples:\n    ckptkit {first}\n    ckptkit {second}\n\n  More: {place_of(page)}\n")
 
 
 class _Commands(click.Group):
@@ -80,7 +90,7 @@ class _Commands(click.Group):
             return None
         module = importlib.import_module(f"ckptkit.cli.{cmd_name}")
         command: click.Command = module.command
-        command.epilog = _epilog(*_EXAMPLES[cmd_name])
+        command.format_epilog = functools.partial(_write_epilog, cmd_name)  # type: ignore[method-assign]
         for param in command.params:
             named = isinstance(param, click.Argument) or _PLACE.search(str(param.metavar or ""))
             if named and type(param.type) is click.types.StringParamType:
@@ -107,6 +117,9 @@ class _Commands(click.Group):
         with formatter.section("Commands"):
             formatter.write_dl(list(_COMMANDS.items()))
 
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        _write_epilog("", ctx, formatter)
+
 
 class _PathArgument(click.types.StringParamType):
     """A path or URL. Shells complete it as a path."""
@@ -124,11 +137,6 @@ def _print_version(ctx: click.Context, _param: click.Parameter, value: bool) -> 
 @click.group(
     cls=_Commands,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
-    epilog=_epilog(
-        "ls RUN      # after a crash: the checkpoints that remain",
-        "verify RUN  # is the newest one complete and undamaged?",
-        "getting-started.md",
-    ),
 )
 @click.option(
     "--version", is_flag=True, expose_value=False, is_eager=True, callback=_print_version, help="Show the version."
