@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import click
 
 from ckptkit.cli.frame import command_frame, if_interrupted, is_quiet, storage_options_of_both
-from ckptkit.cli.options import Count, GroupedCommand, OneOf, allow_pickle, grouped
+from ckptkit.cli.options import Count, GroupedCommand, OneOf, allow_pickle, grouped, layout
 from ckptkit.cli.outcome import carry_out, outcome_options, vocabulary_options
 from ckptkit.errors import UsageError, command_line
 from ckptkit.redact import without_secrets
@@ -103,7 +103,7 @@ def export_options(function: F, *, weights: str = "--weights") -> F:
 @_model("--merge-adapter", is_flag=True, help="Merge LoRA adapters into the weights of SRC or --base.")
 @_model("--adapter-config", metavar="FILE", help="PEFT's adapter_config.json, if the checkpoint has none.")
 @allow_pickle("What")
-@_names("--layout", metavar="FILE", help="File with the names and shapes of flat parameters (FSDP1 LOCAL).")
+@layout("Names")
 @_files("--push", metavar="REPO", help="Upload the result to this Hugging Face repo.")
 @outcome_options
 @storage_options_of_both

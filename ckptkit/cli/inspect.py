@@ -27,7 +27,7 @@ _SIBLINGS = 20  # maximum lines for the modules of one parent
 @click.option("--html", "html", metavar="OUT.html", help="Write one self-contained page with the shard map.")
 @click.option("--after", metavar="URL", help="With --html: also draw which bytes a reshard to this checkpoint moves.")
 @shared.allow_pickle()
-@click.option("--layout", metavar="FILE", help="File with the names and shapes of flat parameters (FSDP1 LOCAL).")
+@shared.layout()
 @json_option
 @storage_option
 @command_frame

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -35,6 +36,22 @@ def allow_pickle(group: str = "") -> Callable[[F], F]:
         "--allow-pickle",
         is_flag=True,
         help="Read torch.save files that name unknown classes. Omits the objects of these classes; runs no code.",
+    )
+
+
+def layout(group: str = "") -> Callable[[F], F]:
+    """Return the option --layout. A missing file is refused even if the checkpoint's format needs no layout."""
+
+    def existing(_: click.Context, __: click.Parameter, value: str | None) -> str | None:
+        if value and "://" not in value and not os.path.exists(value):
+            raise click.BadParameter(f"{value} does not exist.")
+        return value
+
+    return grouped(group)(
+        "--layout",
+        metavar="FILE",
+        callback=existing,
+        help="File with the names and shapes of flat parameters (FSDP1 LOCAL).",
     )
 
 

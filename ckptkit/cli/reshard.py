@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from ckptkit.cli.frame import command_frame, storage_options_of_both
-from ckptkit.cli.options import Count, GroupedCommand, OneOf, allow_pickle, grouped
+from ckptkit.cli.options import Count, GroupedCommand, OneOf, allow_pickle, grouped, layout
 from ckptkit.cli.outcome import carry_out, outcome_options, vocabulary_options
 
 _what = grouped("What")
@@ -31,7 +31,7 @@ _what = grouped("What")
 )
 @vocabulary_options
 @allow_pickle("What")
-@_what("--layout", metavar="FILE", help="File with the names and shapes of flat parameters (FSDP1 LOCAL).")
+@layout("What")
 @outcome_options
 @storage_options_of_both
 @command_frame

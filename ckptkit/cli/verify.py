@@ -32,7 +32,7 @@ SHOWN_OF_A_FILE = 10  # problems shown per file; a failing disk may damage ten t
     "--workers", type=Count(0), default=0, metavar="N", help="Parallel reads. Default: chosen for this machine."
 )
 @shared.allow_pickle()
-@click.option("--layout", metavar="FILE", help="File with the names and shapes of flat parameters (FSDP1 LOCAL).")
+@shared.layout()
 @json_option
 @storage_option
 @command_frame

@@ -23,6 +23,7 @@ REFUSED: dict[str, tuple[int, str, str]] = {  # the rule: exit code, command lin
     "a mesh fits the ranks": (2, "reshard {dcp} out --world-size 4 --mesh replicate=3,shard=2", "has 6 ranks, but"),
     "a key map exists": (2, "convert {dcp} out --key-map no-such-map", "no-such-map"),
     "a file of a key map exists": (2, "convert {dcp} out --key-map missing.toml", "missing.toml"),
+    "a layout exists, even if it is not needed": (2, "verify {dcp} --layout gone.json", "gone.json does not exist"),
     "an adapter config exists": (2, "convert a b --adapter-config {here}/gone", "gone: No such file"),
     "an adapter config is JSON": (2, "convert a b --adapter-config {here}/broken.json", "json is not valid JSON"),
     "an adapter config is an object": (2, "convert a b --adapter-config {here}/list.json", "JSON object"),
