@@ -9,13 +9,10 @@ from ckptkit.keymaps.patterns import NamePattern, compile_regex
 REGEXES = r"(\w|\w\w)+[!?]", r"(a+)+[!?]", r"\w+" * 12 + "[!?]", r"(.*a){12}[!?]", r"(.*)(.*)(.*)(.*)(.*)[xy]\1"
 
 
-@pytest.mark.parametrize(
-    ("pattern", "name"),
-    [
-        *((NamePattern(regex=text), "a" * 5000) for text in REGEXES),
-        (NamePattern("{a}{b}{c}{d}{e}{f}{g}{h}!"), "a" * 2000 + "." + "a!"),
-    ],
-)
+@pytest.mark.parametrize(("pattern", "name"), [
+    *((NamePattern(regex=text), "a" * 5000) for text in REGEXES),
+    (NamePattern("{a}{b}{c}{d}{e}{f}{g}{h}!"), "a" * 2000 + "." + "a!"),
+])  # fmt: skip
 def test_a_pattern_that_backtracks_for_ever_is_refused(pattern, name, monkeypatch):
     monkeypatch.setattr(patterns, "_TIMEOUT_S", 0.05)
     with pytest.raises(UsageError, match=r"timed out after 0\.05 s on the name 'aaa.*template"):
