@@ -2,6 +2,7 @@
 
 import os
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ def s3() -> Iterator[dict[str, Any]]:
 @pytest.fixture
 def as_a_user() -> Iterator[Path]:
     """Yield a directory of a user who is not root, because root may read everything."""
+    time.strptime("0", "%S")  # imports a module from Python's directory, which the user may be unable to read
     user = os.geteuid()
     with tempfile.TemporaryDirectory() as folder:  # above `tmp_path`, directories are root's own
         Path(folder).chmod(0o777)

@@ -1,4 +1,4 @@
-"""Deletes checkpoints according to a retention policy: first the commit record, then the data, never foreign files."""
+"""Deletes checkpoints according to a retention policy: first hides a checkpoint, then deletes its data."""
 
 from __future__ import annotations
 
