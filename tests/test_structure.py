@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from graphlib import CycleError, TopologicalSorter
 
@@ -176,3 +177,9 @@ def test_private_names_of_torch_are_used_only_in_formats_dcp():
     assert {name: names for name, names in found.items() if names} == PRIVATE
     tree = ast.parse("from torch.x import _y\nimport torch._z\ntorch._C.f()\na._local_tensor\ngetattr(b, '_spec')")
     assert set(private_names(tree, attributes)) == {"torch.x._y", "torch._z", "torch._C", "_local_tensor", "_spec"}
+
+
+def test_a_class_name_is_used_once():
+    found = (node for tree in sources().values() for node in nodes(tree))
+    counted = Counter(node.name for node in found if isinstance(node, ast.ClassDef))
+    assert [name for name, count in counted.items() if count > 1] == []

@@ -1,5 +1,6 @@
 """FSDPConfig: accepted and refused settings, and accelerate's environment variables in both directions."""
 
+import dataclasses
 import importlib
 import inspect
 import pkgutil
@@ -10,9 +11,13 @@ from hypothesis import strategies as st
 
 import ckptkit.fsdp
 from ckptkit.errors import UsageError
-from ckptkit.fsdp import FSDPConfig
+from ckptkit.fsdp import FSDPConfig, config
 from ckptkit.fsdp.config import ShardingStrategy, WrapPolicy
 from tests.lazy import modules_after
+
+
+def test_every_option_is_checked():
+    assert {field.name for field in dataclasses.fields(FSDPConfig)} == config._CHECKS.keys()
 
 
 def test_importing_the_package_and_its_config_imports_no_torch():
