@@ -44,7 +44,7 @@ class Gatherer:
     max_bytes: int
     small: int = _TILE
     big: int = 0
-    _computing: threading.Lock = field(default_factory=threading.Lock)
+    _computing: threading.RLock = field(default_factory=threading.RLock)
     _keeping: threading.Lock = field(default_factory=threading.Lock)
     # Small inputs that every tile needs, by `id` (a hash of a `Target` takes as long as its formula), oldest first.
     _kept: OrderedDict[int, tuple[Target, Bytes]] = field(default_factory=OrderedDict)
@@ -102,7 +102,7 @@ class Gatherer:
     def rows_at_once(self, tensor: ComputedTensor, most: int) -> int:
         """Return how many rows of a computed tensor to compute at once, so that memory stays limited.
 
-        A computation takes at most `big` bytes, so that all workers can compute at the same time. A formula that is not
+        A computation takes at most `big` bytes, so that all workers can work at the same time. A formula that is not
         element-wise takes at most 16 MB. But if even `_BLOCK` rows of it take more, it takes up to half of `max_bytes`.
         The result and the first input also take at most `most` bytes each.
         """
@@ -158,7 +158,9 @@ class Gatherer:
             data, more = self._input(target, keep=not tensor.by_element and bool(found))
             infinite += more
             found.append(data)
-        return infinite + tensor.compute(found, out)
+        # Formulas that are not element-wise are torch's, and torch uses all cores for each.
+        with contextlib.nullcontext() if tensor.by_element else self._computing:
+            return infinite + tensor.compute(found, out)
 
     def _input(self, target: Target, *, keep: bool) -> tuple[Bytes, int]:
         """Return a whole tensor's bytes, and how many elements became infinite in a cast, which is counted only once.
