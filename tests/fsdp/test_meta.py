@@ -193,7 +193,7 @@ def test_reset_parameters_initializes_adapters_as_peft_does():
 
 
 @on_ranks(2)
-def test_all_mismatches_are_listed_and_nothing_changes(zoo):
+def test_mismatches_are_counted_and_named_and_nothing_changes(zoo):
     from transformers import AutoConfig, AutoModelForCausalLM
 
     settings = AutoConfig.from_pretrained(zoo / "hf_ref_llama_untied")
@@ -203,7 +203,7 @@ def test_all_mismatches_are_listed_and_nothing_changes(zoo):
     before = models.weights(model)
     with pytest.raises(CheckpointMismatchError) as caught:
         load_hf(model, str(zoo / "hf_ref_llama_untied"))
-    shapes = "mlp.up_proj.weight ([", "layers.1.mlp.down_proj.weight (["
-    assert [words for words in ("missing in", "self_attn.q_proj.bias", *shapes) if words not in str(caught.value)] == []
+    said = ("missing in", "self_attn.q_proj.bias", "mlp.up_proj.weight ([", ": 6 ")
+    assert [words for words in said if words not in str(caught.value)] == []
     assert str(caught.value).endswith("\nOptions of load_hf: strict=False loads what matches.")
     models.assert_equal(models.weights(model), before)

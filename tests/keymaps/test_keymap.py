@@ -90,7 +90,7 @@ def test_a_rule_that_does_not_fit_is_refused_by_name(rule, dtypes, text):
 
 
 def test_a_missing_config_key_says_how_to_give_it():
-    said = r"there is no config\.json\. Give --base, or a number.*the live model's `config`"
+    said = r"there is no config\.json\. Give --base\. .*may also be a number\..*the live model's `config`"
     with pytest.raises(UsageError, match=said):
         apply([RopePermute(pattern("q"), "num_attention_heads")], arrays(q=(8, 2)))
 
