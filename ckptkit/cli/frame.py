@@ -37,7 +37,7 @@ def command_frame(function: F) -> F:
     """Add --quiet, --verbose and --debug to a command. Turn each exception into an error message and an exit code."""
     output = grouped("Output")
 
-    @output("-q", "--quiet", is_flag=True, help="Print results and errors only.")
+    @output("-q", "--quiet", is_flag=True, help="Print results, warnings and errors only.")
     @output("-v", "--verbose", is_flag=True, help="Print what is being done, and long lists in full.")
     @output("--debug", is_flag=True, help="Show a traceback when something fails.")
     @functools.wraps(function)

@@ -68,7 +68,7 @@ def carry_out(function: Callable[..., ConvertReport], src: Any, dst: str, *, as_
     elif report.dry_run:
         click.echo("\n".join(results(_plan_lines(report))))
     elif is_quiet():
-        click.echo(report.proof())
+        click.echo("\n".join([*(f"warning: {text}" for text in report.warnings), report.proof()]))
     else:
         click.echo("\n".join([*report.lines(), *filter(None, [report.serving])]))
     if report.faults:

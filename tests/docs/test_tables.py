@@ -148,6 +148,11 @@ def test_each_measured_figure_of_the_readme_is_in_a_benchmarks_page():
     assert not {number for number in figures if not re.search(rf"(?<![\d.]){re.escape(number)}(?![\d])", pages)}
 
 
+@pytest.mark.parametrize("words", ["@ git+URL", "`make test` takes", "another project", "`python -m benchmarks`"])
+def test_the_readme_says_how_to_install_test_and_measure(words):
+    assert words in text_of("README.md")
+
+
 def test_the_table_of_examples_names_only_existing_scripts():
     named = re.findall(r"\]\((\w+\.py)\)", text_of("examples/README.md"))
     assert sorted(named) == sorted(path.name for path in (ROOT / "examples").glob("*.py"))

@@ -1,4 +1,4 @@
-"""Deletes checkpoints according to a retention policy: first hides a checkpoint, then deletes its data."""
+"""Deletes checkpoints according to a retention policy: hides one, then deletes its data, never foreign files."""
 
 from __future__ import annotations
 
